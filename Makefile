@@ -27,6 +27,9 @@ GRID :=
 
 # Which tests `make test-v5` runs: `.ci/run` leaves out those that no version of transformers changes.
 ONLY := not long
+# And where; without a folder, those of `make test`.
+TESTS :=
+ALL_TESTS := tests/core tests/serve tests/repo tests/bench tests/training
 
 TEXT := Where is my bag?
 
@@ -66,10 +69,10 @@ test-bench: .venv/.stamp ## Run the tests of bench/ and training/
 	@$(VENV) -m pytest -q -n logical --dist worksteal --durations=20 --durations-min=2 tests/bench tests/training
 
 test-v5: .venv-v5/.stamp ## Run the same tests on transformers 5.x, in an environment of their own
-	@$(VENV_V5) -m pytest -q -n logical --dist worksteal -m "$(ONLY)"
+	@$(VENV_V5) -m pytest -q -n logical --dist worksteal -m "$(ONLY)" $(TESTS)
 
 test-long: .venv/.stamp ## Run the tests that take too long for every landing
-	@$(VENV) -m pytest -q -n logical --dist worksteal -m long tests/core tests/serve tests/repo tests/bench tests/training
+	@$(VENV) -m pytest -q -n logical --dist worksteal -m long $(ALL_TESTS)
 
 lab: .venv/.stamp ## Open JupyterLab on the notebooks
 	@$(VENV) -m jupyter lab notebooks/
@@ -161,11 +164,11 @@ test-ray: .venv/.stamp build/servers/ray/.stamp ## Run batch jobs and replicas o
 	@$(VENV) -m pytest -q tests/with_ray
 
 test-ray-long: .venv/.stamp build/servers/ray/.stamp ## Kill such a job twenty times, give it ten times the rows, let replicas grow
-	@$(VENV) -m pytest -q tests/with_ray -m long tests/core tests/serve tests/repo tests/bench tests/training
+	@$(VENV) -m pytest -q tests/with_ray -m long
 
 release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every landing
 	@.ci/run
-	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="once and not long"
+	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="once and not long" TESTS="$(ALL_TESTS)"
 	@for target in test-long test-binder test-colab course-v5 test-browser test-web test-tensorrt test-kernel test-triton test-ray test-ray-long; do \
 		scripts/timed $(MAKE) --no-print-directory $$target || exit; done
 

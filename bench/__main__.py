@@ -66,7 +66,7 @@ def board(
         str, typer.Option(help="Measure only the suite's cells of this pattern, such as 'runtimes*'.")
     ] = "*",
 ) -> None:
-    """Measure every technique that exists: equal output first, then speed, memory and quality."""
+    """Measure every system: equal output first, then speed, memory and quality."""
     if suite is Suite.GPU:
         from bench.gpu.suite import run_in_time
 
@@ -77,14 +77,14 @@ def board(
     from bench import figures as draw
     from bench.results import write_rows
     from bench.scoreboard import Forced, bench
-    from bench.techniques import choose
+    from bench.systems import select_systems
 
-    chosen, rows = choose(technique or [], model=model), []
+    chosen, rows = select_systems(technique or [], model=model), []
     for count in new_tokens:
         job = Forced(new_tokens=count, source_tokens=source_tokens, batch=batch)
         with kept(f"Finished boards are in {json}." if json and rows else ""):
             found = bench(
-                model, job, techniques=chosen, rounds=rounds, threads=threads, limit=quality_limit,
+                model, job, systems=chosen, rounds=rounds, threads=threads, limit=quality_limit,
                 peak_memory=peak_memory, progress=True,
             )  # fmt: skip
         typer.echo(draw.board(found))
@@ -106,7 +106,7 @@ def advise(
     task: Annotated[str | None, typer.Option(help="translation, summaries or questions. Default: all.")] = None,
     matters: Annotated[str, typer.Option(help="latency, throughput, memory or quality.")] = "latency",
     batch: Annotated[int | None, typer.Option(help="Texts answered at once. Default: 1, for throughput 32.")] = None,
-    beams: Annotated[int, typer.Option(min=1, help="BeamState; 1 is greedy search.")] = 1,
+    beams: Annotated[int, typer.Option(min=1, help="Beams; 1 is greedy search.")] = 1,
     source_tokens: Annotated[int, typer.Option(help="The typical number of tokens of a source.")] = 64,
     new_tokens: Annotated[int, typer.Option(help="The typical number of tokens of an answer.")] = 64,
     max_loss: Annotated[
@@ -153,7 +153,7 @@ def evaluate(
     runtime: RuntimeOption = None,
     device: DeviceOption = Device.CPU,
     threads: ThreadsOption = None,
-    beams: Annotated[int, typer.Option(min=1, help="BeamState; 1 is greedy search.")] = 1,
+    beams: Annotated[int, typer.Option(min=1, help="Beams; 1 is greedy search.")] = 1,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="The most tokens of an answer. Default: 64; with --data, twice the longest target's."),
@@ -162,12 +162,12 @@ def evaluate(
     """Score a model or an export, on the bundled evaluation sets or on rows of yours."""
     from json import dumps
 
-    from bench import evaluation as quality
+    from bench import evaluation
     from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
     from t5accel.metrics import ROW_SCORES, floor_warning
     from t5accel.models.load import require_tokenizer
-    from t5accel.precision.scoring import row_scores, scored_rows
+    from t5accel.precision.gate import row_scores, scored_rows
     from t5accel.tokenization import text_to_text
 
     if data and limit is not None:
@@ -194,7 +194,7 @@ def evaluate(
         document |= {"data": str(data), "rows": len(examples), **scores}
     else:
         generate = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=max_new_tokens or 64, num_beams=beams))
-        report = quality.evaluate(generate, limit=limit, progress=True)
+        report = evaluation.evaluate(generate, limit=limit, progress=True)
         typer.echo(report)
         warn(report.warning)
         document |= report.to_json()

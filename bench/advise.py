@@ -1,7 +1,7 @@
 """Advice for a model and a need, from recorded rows: filtered, ranked, printed."""
 
-# Ratios compare within one run alone: so the run that is nearest to the need is found first, and its rows are the
-# candidates. Beyond a factor of `FAR` in any direction there is no advice, but the command that measures the case.
+# Ratios compare within one run: the run nearest to the need comes first, and its rows are the candidates. Beyond a
+# factor of `FAR` in any direction the advice is the command that measures the case.
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 from bench.model_sizes import config_of, family_name, guessed_size, weights_or_none, weights_per_step
 from bench.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
 from bench.peers import REFERENCE as PEERS_REFERENCE
-from bench.results import DATA, aligned
-from bench.techniques import REFERENCE
+from bench.results import DATA, format_table
+from bench.systems import CPU_REFERENCE
 from t5accel import machine
 from t5accel.api import TUNED_FOR
 from t5accel.checks import as_count, read_json_object
 from t5accel.errors import InputError
-from t5accel.models.registry import BEYOND_T5
+from t5accel.models.families import BEYOND_T5
 from t5accel.precision.recipes import RECIPES
 
 METRICS = {"translation": "bleu", "summaries": "rougeL", "questions": "exact_match"}
@@ -30,12 +30,12 @@ LABELS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "exact_match": "exact match"}
 MATTERS = ("latency", "throughput", "memory", "quality")
 USUAL_LOSS = 1.0  # of each score, where nothing else is asked for
 FAR = 8.0
-# What `line` and `call` give, by the names that boards, peers and recipes have for it.
-SYSTEMS = {
+# Systems that `line` and `call` make, by their names in boards, peers and recipes.
+ADVISED = {
     OURS, OURS_GENERATE, OURS_INT8, OURS_INT8_THROUGHPUT, OURS_INT4, *RECIPES, "ONNX Runtime, generate()",
     *(f"ONNX Runtime, our loop, {name}" for name in ("numpy feeds", *RECIPES)),
 }  # fmt: skip
-# The same for `gpu-*.json`: by the name that `bench.systems` has, the runtime that `line` asks for.
+# The same for `gpu-*.json`, with the runtime that `line` asks for.
 ON_GPU = {"static cache, CUDA graph": None, "ONNX Runtime, bound": "onnx", "TensorRT": "tensorrt"}
 GPU_REFERENCE = "transformers, cache"  # in the precision of the row
 FLOATS = ("fp32", "fp16", "bf16")
@@ -66,25 +66,27 @@ class Need:
         choices = {"task": (None, *METRICS), "matters": MATTERS, "device": ("cpu", "cuda")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise InputError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(filter(None, allowed))}.")
+                options = ", ".join(filter(None, allowed))
+                raise InputError(f"{name} must be one of {options}, got {getattr(self, name)!r}.")
         if self.batch is None:
             object.__setattr__(self, "batch", 32 if self.matters == "throughput" else 1)
         for name in (*WORK, *(["threads"] if self.threads is not None else [])):
             object.__setattr__(self, name, as_count(getattr(self, name), name, at_least=1))
         for name, value in self.max_loss.items():
             if name not in METRICS.values() or not (math.isfinite(value) and value >= 0):
-                raise InputError(f"max_loss is {self.max_loss!r}; give numbers of 0 or more for {', '.join(LABELS)}.")
+                names = ", ".join(LABELS)
+                raise InputError(f"max_loss must be numbers of 0 or more for {names}, got {self.max_loss!r}.")
 
     @property
     def limits(self) -> dict[str, float]:
-        """What each score that counts may lose."""
+        """The most points that each score of the task may lose."""
         names = METRICS.values() if self.task is None else [METRICS[self.task]]
         return dict(self.max_loss) or dict.fromkeys(names, 0.0 if self.matters == "quality" else USUAL_LOSS)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A recorded row, the file that it stands in and its number there, and what the file says of itself."""
+    """A recorded row, its file, its number there, and the file's own facts."""
 
     row: Row
     file: str
@@ -168,27 +170,25 @@ def recommend(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> 
 
 
 def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two machines are alike in processor, instructions and threads, as far as `machine.facts` tells."""
+    """Whether two machines have the same processor, instructions and threads."""
     return all(one.get(name) == other.get(name) for name in ("cpu", "usable_threads", "cpu_flags"))
 
 
 def _recorded(places: Iterable[str | os.PathLike[str]]) -> Iterator[Found]:
     for place in map(Path, places):
         if not place.exists():
-            raise InputError(f"No results at {place}: `python -m bench board --json {place}` writes some.")
+            raise InputError(f"results must exist, got {place}. `python -m bench board --json {place}` writes some.")
         for file in sorted(place.glob("*.json")) if place.is_dir() else [place]:
             try:
                 content = read_json_object(file, InputError)
                 for number, row in enumerate(content["rows"]):
                     yield Found(row, file.name, number, content)
             except (ValueError, KeyError, TypeError) as error:
-                raise InputError(
-                    f"{file} is no file of results ({error!r}); `python -m bench board` writes some."
-                ) from error
+                raise InputError(f"results must be files that `python -m bench board` writes, got {file}.") from error
 
 
 def _is_current(row: Row) -> bool:
-    """Whether its recipe is still what this package means by the name; of floats on a GPU no recipe is recorded."""
+    """Whether its recipe is unchanged since; GPU rows in floats record no recipe."""
     name = row.get("precision")
     if row.get("reference") == GPU_REFERENCE and name in FLOATS:
         return True
@@ -207,7 +207,7 @@ def _is_evidence(found: Found, need: Need) -> bool:
         kind = (config_of(need.model) or {}).get("model_type", "t5") if known else "t5"
         known = known and (kind not in BEYOND_T5 if ON_GPU[row["system"]] is None else kind != "umt5")
     else:
-        known = row.get("system") in SYSTEMS and row.get("reference") in (REFERENCE, PEERS_REFERENCE)
+        known = row.get("system") in ADVISED and row.get("reference") in (CPU_REFERENCE, PEERS_REFERENCE)
     return (
         known and "latency_s" in row and _is_current(row) and _device(found) == need.device
         and (row["precision"] != "fp32" or row.get("equal") == row.get("of"))
@@ -216,11 +216,11 @@ def _is_evidence(found: Found, need: Need) -> bool:
 
 
 def _losses(need: Need, record: Sequence[Found]) -> dict[str, dict[str, float]]:
-    """From the first file that scored a recipe, and fp32, on this very model and on the whole sets."""
+    """From the first file with scores of a recipe and of fp32, on this model and the whole sets."""
     scored: dict[tuple[str, str], Row] = {}
     for found in record:
         row = found.row
-        is_own = row.get("model") == need.model and row.get("system", "fp32") in SYSTEMS and "quality_of" not in row
+        is_own = row.get("model") == need.model and row.get("system", "fp32") in ADVISED and "quality_of" not in row
         if is_own and _is_current(row) and {*METRICS.values()} <= row.keys() and "limit" not in row:
             scored.setdefault((found.file, row["precision"]), row)
     losses = {"fp32": dict.fromkeys(need.limits, 0.0)}
@@ -239,7 +239,7 @@ def _passes(need: Need, precision: str, losses: Mapping[str, Mapping[str, float]
 
 
 def line(need: Need, precision: str, system: str = "") -> str:
-    """The line of Python that makes the model; ``system`` is a row's."""
+    """The line of Python that loads the model; ``system`` is a row's."""
     tuned = {own: f'"{of}", tuned_for="{what}"' for what, others in TUNED_FOR.items() for of, own in others.items()}
     how = "" if need.device == "cpu" else f", device={json.dumps(need.device)}"
     how += "" if precision == "fp32" else f", precision={tuned.get(precision, json.dumps(precision))}"
@@ -249,7 +249,7 @@ def line(need: Need, precision: str, system: str = "") -> str:
 
 
 def call(need: Need, row: Row) -> str:
-    """The call that was measured: our own loops skip what ``generate()`` keeps account of."""
+    """The measured call."""
     if "generate()" in row["system"]:
         return f"model.generate(**batch, num_beams={need.beams}, do_sample=False)"
     search, beams = ("beam_search", f", num_beams={need.beams}") if need.beams > 1 else ("greedy", "")
@@ -257,7 +257,7 @@ def call(need: Need, row: Row) -> str:
 
 
 def program(need: Need, row: Row) -> list[str]:
-    """A whole program of the measured call, line by line."""
+    """A whole program around the measured call, line by line."""
     own_loop = "generate()" not in row["system"]
     search = "beam import beam_search" if need.beams > 1 else "greedy_search import greedy"
     texts = '["Your text."]' + (f" * {need.batch}" if need.batch and need.batch > 1 else "")
@@ -274,7 +274,7 @@ def program(need: Need, row: Row) -> list[str]:
 
 
 def report(advice: Advice, *, explain: bool = False) -> str:
-    """The advice as text of at most 15 lines; with ``explain`` all that was compared, below them."""
+    """The advice as text of at most 15 lines; ``explain`` adds the compared rows."""
     need, best = advice.need, advice.recommended
     lines = [f"{need.model}, {need.task or 'all tasks'}, for {need.matters}: {_work(vars(need))}, on {need.device}"]
     differing = [f"{name} {factor:.2g} times" for name, factor in advice.far.items() if factor != 1]
@@ -308,7 +308,7 @@ def report(advice: Advice, *, explain: bool = False) -> str:
 
 
 def _next_step(need: Need) -> list[str]:
-    """The commands that measure what nothing recorded answers."""
+    """The commands that measure the case."""
     again = f"python -m bench advise --model {need.model} --results mine.json, with the options of this call."
     if need.device == "cuda":
         return ["Measure your card: python -m bench board --suite gpu --json mine.json", f"Then ask again: {again}"]
@@ -368,4 +368,4 @@ def _explained(advice: Advice) -> Iterator[str]:
             name = f"{row['precision']}, {'generate()' if 'generate()' in row['system'] else 'our loop'}"
             cells.append((mark, name, f"{row['ratio']:.2f}x", *sizes, str(found.number), _lost(advice, row)))
         yield from ("", f"All of {advice.run[0].file} in that run (*: recommended, no: loses too much, or unknown)")
-        yield from aligned(cells, left={0, 1, 6})
+        yield from format_table(cells, left={0, 1, 6})

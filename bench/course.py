@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import figures as draw
-from bench.results import DATA, Row, recorded, write_rows
+from bench.results import DATA, Row, load_results, write_rows
 from bench.scoreboard import Forced, bench
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError, T5AccelError, install
@@ -98,7 +98,7 @@ def run_course(
     live = json.loads((out / "scoreboard.json").read_text(encoding="utf-8"))
     boards = [("Measured now, quick", live)]
     for path in sorted((DATA / "results").glob("scoreboard-*.json")):
-        boards.append((f"Recorded in full: {path.stem}", recorded(path.name)))
+        boards.append((f"Recorded in full: {path.stem}", load_results(path.name)))
     seconds = [{"measured": "course", "notebook": run.name, "seconds": round(run.seconds, 1)} for run in runs]
     write_rows(out / "course.json", seconds, command="python -m bench course")
     items = "".join(f"<li>{html.escape(run.name)}: {run.seconds:.0f} s</li>" for run in runs)

@@ -1,4 +1,4 @@
-"""Rows as they are shown: tables, pictures and a page, drawn from recorded rows and from nothing else."""
+"""Tables, pictures and a page, drawn from recorded rows alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.ladder import fastest, inside, way_to
-from bench.peers import int8_for, standings
-from bench.results import aligned, step_ms
+from bench.peers import int8_for, peer_results
+from bench.results import format_table, step_ms
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError, install
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from bench.peers import Standing
+    from bench.peers import PeerResult
 
 Rows = Sequence[Mapping[str, Any]]
 Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]
@@ -70,36 +70,23 @@ _ALIKE = ("model", "batch", "beams", "source_tokens", "new_tokens", "threads", "
 
 
 def table(rows: Rows) -> str:
-    """A line for each rung of one ladder, or for each row of a board; an en dash stands for what was not measured.
+    """A line for each rung of one ladder, or for each row of a board; an en dash: not measured.
 
-    Raises ``InputError`` without rows, and where they are not of one ladder, or not of equal work.
-
-    >>> row = dict(
-    ...     cell="toy", rung="naive", batch=1, texts=1, latency_s=[0.4], tokens_per_s=100.0, factor=1.0, ratio=1.0,
-    ...     size_bytes=35e6, inside=True,
-    ... )
-    >>> print(" ".join(table([row]).splitlines()[-1].split()))
-    naive – 1 400.0 100 1.00 1.0 35 – – – – inside
+    Raises ``InputError`` without rows, and for rows of several ladders or of unequal work.
     """
     columns = LADDER if rows and "rung" in rows[0] else BOARD
     _require_alike(rows, ("cell",) if columns is LADDER else _ALIKE)
     lines = [list(columns), *([text(row) for text in columns.values()] for row in rows)]
-    return "\n".join(aligned(lines, left=(0, 1) if columns is LADDER else (0,), rule=True))
+    return "\n".join(format_table(lines, left=(0, 1) if columns is LADDER else (0,), rule=True))
 
 
 def board(rows: Rows, facts: Mapping[str, Any] | None = None) -> str:
-    """The `table` of a board below the conditions; ``facts`` of the machine, by default of this one.
-
-    >>> row = dict(system="cache", reference="cache", model="mini", precision="fp32", batch=1, beams=1, source_tokens=8,
-    ...            new_tokens=10, threads=2, latency_s=[0.05, 0.04, 0.06], tokens_per_s=200.0, ratio=1.0)
-    >>> print(board([row], {"cpu": "a laptop"}).splitlines()[0])
-    mini, batch 1, beams 1, 8 source and 10 forced new tokens, 2 threads; ratio to cache in one run; a laptop, 2 threads
-    """
+    """The `table` of a board below its conditions; ``facts`` of the machine, by default of this one."""
     return f"{caption(rows, facts)}\n\n{table(rows)}"
 
 
 def scattered(rows: Rows) -> list[str]:
-    """The systems whose rounds differ so much that their ratio says little.
+    """The systems with too much spread over the rounds for a ratio.
 
     >>> scattered([{"system": "steady", "ratio_samples": [2, 2.1]}, {"system": "shaken", "ratio_samples": [1, 4]}])
     ['shaken']
@@ -109,7 +96,7 @@ def scattered(rows: Rows) -> list[str]:
 
 
 def caption(rows: Rows, facts: Mapping[str, Any] | None = None) -> str:
-    """One line that says under which conditions the rows of a board were measured."""
+    """The conditions of a board in one line."""
     _require_alike(rows, _ALIKE)
     first, facts = rows[0], machine.facts(gpu=False) if facts is None else facts
     return (
@@ -121,11 +108,11 @@ def caption(rows: Rows, facts: Mapping[str, Any] | None = None) -> str:
 
 def _require_alike(rows: Rows, keys: Sequence[str]) -> None:
     if not rows:
-        raise InputError("There are no rows to show: measure some first (`python -m bench board`).")
+        raise InputError("rows must not be empty. Measure some first (`python -m bench board`).")
     for key in keys:
         values = dict.fromkeys(str(row.get(key)) for row in rows)
         if len(values) > 1:
-            raise InputError(f"The rows differ in {key} ({', '.join(sorted(values))}): show them apart.")
+            raise InputError(f"rows must share one {key}, got {', '.join(sorted(values))}. Show them apart.")
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -147,10 +134,7 @@ def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 
 
 def plot_board(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figure:
-    """Bars of the ratio to the reference with the range over rounds; saved if ``path`` is given.
-
-    Raises ``InputError`` as `table` does, and for a file name whose ending is no picture's.
-    """
+    """Bars of the ratio to the reference with the range over rounds; saved if ``path`` is given."""
     _require_alike(rows, _ALIKE)
     figure = _figure(8, 0.9 + 0.5 * len(rows))
     axes, first = figure.subplots(), rows[0]
@@ -211,21 +195,11 @@ def plot_ladders(
 ) -> Figure:
     """A panel for each titled ladder: a bar for each rung, from the speed of the rung below to its own.
 
-    The axis is logarithmic, so equal factors are bars of equal length. Colours tell what is on the way to the fastest
-    rung, what was tried beside it, what answers many texts at once, and what is outside the gate. ``first`` names the
-    lowest rung.
-
-    Raises ``InputError`` without ladders, and for rows of several in one.
-
-    >>> rows = [dict(cell="toy", rung="naive", adds="naive", batch=1, inside=True, ratio=1.0, ratio_samples=[1.0]),
-    ...         dict(cell="toy", rung="cache", adds="cache", on="naive", batch=1, inside=True, factor=2.5, ratio=2.5,
-    ...              ratio_samples=[2.4, 2.5])]
-    >>> figure = plot_ladders({"a toy": rows})
-    >>> [text.get_text() for text in figure.axes[0].texts]
-    ['1', 'x2.50, in all 2.5']
+    The axis is logarithmic, so equal factors are bars of equal length. Colours mark the path to the fastest rung, the
+    rungs beside it, those that answer many texts at once, and those outside the gate. ``first`` names the lowest rung.
     """
     if not ladders:
-        raise InputError("There are no ladders to draw: climb one first.")
+        raise InputError("ladders must not be empty. Climb one first.")
     for rows in ladders.values():
         _require_alike(rows, ("cell",))
     heights = [len(rows) + 1.6 for rows in ladders.values()]
@@ -276,29 +250,21 @@ def _ladder(axes: Axes, rows: Rows) -> dict[str, Any]:
     return drawn
 
 
-def plot_standings(boards: Mapping[str, Sequence[Standing]], path: str | os.PathLike[str] | None = None) -> Figure:
-    """How we stand against our peers: for each titled board batches down, sources across, a panel for each number of
-    beams; of several models, models down and batches across. Blue cells are ours, red ones the peer's, each with ratio
-    and peer.
+def plot_standings(boards: Mapping[str, Sequence[PeerResult]], path: str | os.PathLike[str] | None = None) -> Figure:
+    """Heat maps of our results against peers: batches down, sources across, a panel for each number of beams.
 
-    Raises ``InputError`` without any standings.
-
-    >>> from bench.peers import Standing
-    >>> from t5accel.timing import Work
-    >>> figure = plot_standings({"ours over best": [Standing(Work(1, 32, 64), "OpenVINO", 1.25)]})
-    >>> [text.get_text() for text in figure.axes[0].texts]
-    ['1.25x\\nOpenVINO']
+    With several models, models down and batches across. Blue cells are ours, red ones the peer's.
     """
     boards = {title: standings for title, standings in boards.items() if standings}
     if not boards:
-        raise InputError("There are no standings to draw: measure peers first (`make peers`).")
-    beams = sorted({standing.cell.beams for standings in boards.values() for standing in standings})
-    models = len({standing.model for standings in boards.values() for standing in standings})
+        raise InputError("boards must hold results. Measure peers first (`make peers`).")
+    beams = sorted({one.cell.beams for standings in boards.values() for one in standings})
+    models = len({one.model for standings in boards.values() for one in standings})
     figure = _figure(4.4 * len(beams) + 0.6, (2.9 + 0.3 * (models - 1)) * len(boards) + 0.3)
     panels = figure.subplots(len(boards), len(beams), squeeze=False)
     for panel, (title, these) in zip(panels, boards.items(), strict=True):
         for axes, number in zip(panel, beams, strict=True):
-            if not (shown := [standing for standing in these if standing.cell.beams == number]):
+            if not (shown := [one for one in these if one.cell.beams == number]):
                 axes.axis("off")
                 continue
             _heat_map(axes, shown)
@@ -307,14 +273,11 @@ def plot_standings(boards: Mapping[str, Sequence[Standing]], path: str | os.Path
 
 
 def plot_peers(runs: Mapping[str, Rows], path: str | os.PathLike[str] | None = None) -> Figure:
-    """Our engine over the best peers in fp32 and in int8, as `plot_standings`, from recorded rows by title.
-
-    Raises ``InputError`` where no peer was measured.
-    """
+    """Our engine over the best peers in fp32 and in int8, as `plot_standings`, from recorded rows by title."""
     boards = {}
     for title, rows in runs.items():
-        boards[f"{title}: fp32 over the best fp32 peer"] = list(standings(rows))
-        boards[f"{title}: int8 over the best int8 peer"] = list(standings(rows, ours=int8_for, precision="int8"))
+        boards[f"{title}: fp32 over the best fp32 peer"] = list(peer_results(rows))
+        boards[f"{title}: int8 over the best int8 peer"] = list(peer_results(rows, ours=int8_for, precision="int8"))
     return plot_standings(boards, path)
 
 
@@ -322,12 +285,7 @@ def plot_shades(
     shades: Sequence[Sequence[float]], texts: Sequence[Sequence[str]], down: Sequence[str], across: Sequence[str],
     title: str, path: str | os.PathLike[str] | None = None,
 ) -> Figure:  # fmt: skip
-    """A table of texts on shades of blue, from white for 0 or NaN to dark for the largest.
-
-    >>> figure = plot_shades([[0, 1]], [["near", "far"]], ["a"], ["x", "y"], "how far")
-    >>> [text.get_text() for text in figure.axes[0].texts]
-    ['near', 'far']
-    """
+    """A table of texts on shades of blue, from white for 0 or NaN to dark for the largest."""
     figure = _figure(1.25 * len(across) + 0.6, 0.5 * len(down) + 1.1)
     axes = figure.subplots()
     for y, row in enumerate(texts):
@@ -347,8 +305,8 @@ def _shade(
     axes.set_yticks(range(len(down)), down)
 
 
-def _heat_map(axes: Axes, standings: Sequence[Standing]) -> None:
-    by_model = len({standing.model for standing in standings}) > 1
+def _heat_map(axes: Axes, standings: Sequence[PeerResult]) -> None:
+    by_model = len({one.model for one in standings}) > 1
     found = {
         (one.model, one.cell.batch) if by_model else (one.cell.batch, one.cell.source_tokens): one for one in standings
     }
@@ -368,12 +326,7 @@ def _heat_map(axes: Axes, standings: Sequence[Standing]) -> None:
 def plot_losses(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figure:
     """Held-out loss of a training run by step, in nats per token, a line for each task; saved if ``path`` is given.
 
-    Where ``stage`` changes, a line says so. Of reports and stories, dashed lines are those composed for the occasion,
-    where rows have their losses. Raises ``InputError`` without rows.
-
-    >>> rows = [{"step": step, "translation": 3.0, "summaries": 2.0, "questions": 1.0} for step in (1, 2)]
-    >>> [line.get_label() for line in plot_losses(rows).axes[0].lines]
-    ['translation', 'summaries', 'questions']
+    Vertical lines mark new stages; dashed lines are the losses on composed reports and questions.
     """
     if not rows:
         raise InputError("There are no rows to draw: log.jsonl is empty until the first validation.")

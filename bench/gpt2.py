@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.bert.graphs import export_quietly, quietly
-from bench.harness import Way, measured
+from bench.harness import Contender, run_comparison
 from bench.results import Row
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import UnknownModelError
@@ -37,7 +37,7 @@ Generate = Callable[[np.ndarray, int], np.ndarray]
 
 @dataclass
 class Moved:
-    """The bytes that runs have handed over between Python and the runtime, in both directions."""
+    """Counter of the bytes handed over between Python and the runtime, in both directions."""
 
     size_bytes: int = 0
 
@@ -46,16 +46,9 @@ class Moved:
 
 
 def random_gpt2(size: str | Mapping[str, Any] = "gpt2", *, seed: int = 0) -> PreTrainedModel:
-    """A seeded ``GPT2LMHeadModel`` in evaluation mode whose greedy output varies.
-
-    As transformers draws it, a tied head favours the token just read, which then comes for ever: here the last norm has
-    random signs, and attention is sharper.
-
-    Args:
-        size: one of `RANDOM_SIZES`, or keyword arguments of ``GPT2Config``.
-
-    Raises ``UnknownModelError`` for another size.
-    """
+    """A seeded ``GPT2LMHeadModel`` whose greedy output varies; ``size``: of `RANDOM_SIZES`, or a config's arguments."""
+    # As transformers draws it, a tied head repeats the token just read: here the last norm has random signs, and
+    # attention is sharper.
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -76,7 +69,7 @@ def random_gpt2(size: str | Mapping[str, Any] = "gpt2", *, seed: int = 0) -> Pre
 
 
 def names(layers: int) -> tuple[list[str], list[str]]:
-    """What keys and values are called going in and coming out: past and present, layer by layer.
+    """Names of past and present keys and values, layer by layer.
 
     >>> names(1)
     (['past_key_0', 'past_value_0'], ['present_key_0', 'present_value_0'])
@@ -285,12 +278,9 @@ def cached(
 
 
 def bytes_of_logits(prompt_tokens: int, new_tokens: int, *, vocabulary: int = 50257, batch: int = 1) -> int:
-    """The bytes of all logits that a graph without cache gives while it generates: fp32, for every position anew."""
+    """Bytes of all logits that a graph without cache returns during generation: fp32, every position anew."""
     lengths = range(prompt_tokens, prompt_tokens + new_tokens)
     return batch * sum(lengths) * vocabulary * 4
-
-
-# GPT-2's ways side by side: equal tokens first, then time, and the bytes that each hands over.
 
 
 PYTORCH, NO_CACHE, OPTIMUM = "PyTorch, cache", "PyTorch, no cache", "optimum, cache"
@@ -371,9 +361,9 @@ def gpt2_rows(
         return run
 
     work = Work(batch, prompt_tokens, new_tokens, threads=gpt2.threads)
-    found = [Way(way, lambda way=way: built(way)) for way in ways]
+    found = [Contender(way, lambda way=way: built(way)) for way in ways]
     cell = f"{model}, {new_tokens} tokens"
-    rows = measured(found, work, rounds=rounds, keep_going=keep_going, model=model, cell=cell)
+    rows = run_comparison(found, work, rounds=rounds, keep_going=keep_going, model=model, cell=cell)
     for row in rows:
         if row["system"] in GRAPHS and "failed" not in row:
             row["moved_bytes"] = counters[row["system"]].size_bytes

@@ -27,72 +27,78 @@ FEWEST_ROUNDS = 3  # where time is short
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way of doing the work."""
+class Contender:
+    """A system bound to the work of a comparison."""
 
     name: str  # the system, as a reader calls it
-    # loads what is needed and returns the function that is timed; that one returns its output, new tokens (B, L) as a
-    # rule
-    build: Callable[[], Callable[[], Any]]
-    exact: bool = True  # its output has to be the reference's; of others the row says how many tokens are equal
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what its row says besides, by keys of `results.Row`
+    build: Callable[[], Callable[[], Any]]  # loads, and returns the function to time; its output: new tokens (B, L)
+    exact: bool = True  # its output must be the reference's; of others the row counts the equal tokens
+    facts: Mapping[str, Any] = field(default_factory=dict)  # further keys of `results.Row`
 
 
-def measured(
-    ways: Sequence[Way], work: Work, *, rounds: int = 5, atol: float | None = 0.0, keep_going: bool = False,
+def run_comparison(
+    entries: Sequence[Contender], work: Work, *, rounds: int = 5, atol: float | None = 0.0, keep_going: bool = False,
     seconds: float | None = None, synchronize: Callable[[], Any] | None = None,
-    on_way: Callable[[str], Any] | None = None, on_run: Callable[[str], Any] | None = None, **facts: Any,
+    on_built: Callable[[str], Any] | None = None, on_run: Callable[[str], Any] | None = None, **facts: Any,
 ) -> list[Row]:  # fmt: skip
-    """Build every way, prove it equal to the first one, time all of them interleaved, and return a row for each.
+    """Build every entry, prove it equal to the first one, time all of them interleaved, and return a row for each.
 
     Args:
-        ways: the first one is the reference.
+        entries: the first one is the reference.
         work: what each run does. Where its length is forced, every run is checked against it. At natural length its
-            ``new_tokens`` are the most that an answer may have; whole answers are compared, and tokens counted.
-        atol: how far an exact way's output may be from the reference's; ``None``: outputs are not compared at all.
-        keep_going: a way that fails, or is not equal, has a row with ``failed`` and no time, and the others go on.
-        seconds: what all of this may take: fewer rounds are made in it. Without time for `FEWEST_ROUNDS`, no row.
-        synchronize: is called before the clock starts and before it stops, such as ``torch.cuda.synchronize``.
-        facts: what all rows say, in place of ``work`` where it means nothing; what is ``None`` is omitted.
+            ``new_tokens`` are the most of an answer; whole answers are compared, and tokens counted.
+        atol: the most that an exact output may differ from the reference's; ``None``: outputs are not compared.
+        keep_going: an entry that fails, or is not equal, has a row with ``failed`` and no time, and the others go on.
+        seconds: the most time for all of this: it sets the rounds. Without time for `FEWEST_ROUNDS`, no row.
+        synchronize: runs before the clock starts and before it stops, such as ``torch.cuda.synchronize``.
+        facts: of all rows, in place of ``work`` where it means nothing; ``None`` omits a key.
     """
     started = perf_counter()
-    if len(ways) < 2 or len({way.name for way in ways}) < len(ways):
-        raise InputError(f"The ways are {[way.name for way in ways]}: give two or more, each name once.")
+    if len(entries) < 2 or len({entry.name for entry in entries}) < len(entries):
+        raise InputError(f"entries must be two or more with different names, got {[one.name for one in entries]}.")
     about = {"batch": work.batch, "beams": work.beams, "source_tokens": work.source_tokens,
              "new_tokens": work.new_tokens}  # fmt: skip
     about |= {"threads": work.threads, "forced": None if work.forced_length else False}
     rows: dict[str, Row] = {}
-    runs: dict[str, Callable[[], Any]] = {}  # of the ways that have not failed
+    runs: dict[str, Callable[[], Any]] = {}  # of entries without a failure
     expected: Any = None
 
     def attempt(name: str, run: Callable[[], Any]) -> Any:
-        """What it returns; ``None`` where it fails and the others go on."""
         try:
             return run()
         except Exception as error:  # of any runtime, one that is not installed included
-            if not keep_going or name == ways[0].name:
+            if not keep_going or name == entries[0].name:
                 raise
-            rows[name]["failed"] = said(error)
+            rows[name]["failed"] = error_line(error)
             runs.pop(name, None)
             return None
 
-    def begin(way: Way) -> None:
+    def begin(entry: Contender) -> None:
         nonlocal expected
         begun = perf_counter()
-        run = way.build()
+        run = entry.build()
         output = run()
-        rows[way.name]["first_s"] = perf_counter() - begun
-        expected = output if way is ways[0] else expected
+        rows[entry.name]["first_s"] = perf_counter() - begun
+        expected = output if entry is entries[0] else expected
         if atol is not None:
-            rows[way.name] |= _compared(output, expected, work, exact=way.exact, atol=atol, first=way is ways[0])
-        runs[way.name] = run
+            rows[entry.name] |= _compared(
+                output, expected, work, exact=entry.exact, atol=atol, first=entry is entries[0]
+            )
+        runs[entry.name] = run
 
-    for way in ways:
-        row: Row = {"measured": "speed", "system": way.name, "reference": ways[0].name, **about, **facts, **way.facts}
-        rows[way.name] = {key: value for key, value in row.items() if value is not None}
-        attempt(way.name, partial(begin, way))
-        if on_way is not None:
-            on_way(way.name)
+    for entry in entries:
+        row: Row = {
+            "measured": "speed",
+            "system": entry.name,
+            "reference": entries[0].name,
+            **about,
+            **facts,
+            **entry.facts,
+        }
+        rows[entry.name] = {key: value for key, value in row.items() if value is not None}
+        attempt(entry.name, partial(begin, entry))
+        if on_built is not None:
+            on_built(entry.name)
     if seconds is not None:
         begun = perf_counter()
         for name, run in [*runs.items()]:
@@ -135,7 +141,7 @@ def _timed(
             return None
         return replace(work, batch=len(output), new_tokens=output.shape[1])
 
-    # Every way has run before, so none is warmed up again.
+    # Every entry has run before: no warm-up.
     timed = compare(*(Candidate(name, partial(once, name), work) for name in runs), warmup=0, rounds=rounds,
                     synchronize=synchronize, on_sample=on_run)  # fmt: skip
     reference = next(iter(timed.latencies.values()))
@@ -147,7 +153,7 @@ def _timed(
 
 
 def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio") -> Row:
-    """How many times as fast, by samples that were taken in the same rounds: the median, and each round's.
+    """How many times as fast, by samples of the same rounds: the median, and each round's.
 
     >>> ratio([1.0, 3.0, 2.0], [1.0, 1.0, 1.0])
     {'ratio': 2.0, 'ratio_samples': [1.0, 3.0, 2.0]}
@@ -156,17 +162,17 @@ def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio")
     return {name: median(samples), f"{name}_samples": samples}
 
 
-def pairwise(rows: Iterable[Mapping[str, Any]], ours: str, other: str) -> float | None:
+def paired_ratio(rows: Iterable[Mapping[str, Any]], ours: str, other: str) -> float | None:
     """How many times as fast as another system ours is; ``None`` if one of them has no ratios.
 
-    By the ratios to the reference beside which each was measured, for where memory does not hold all systems each has a
-    run of its own. In one run the reference's times cancel.
+    By their ratios to the reference: where memory does not hold all systems, each has a run of its own beside it. In
+    one run the reference's times cancel.
     """
     ratios = {row["system"]: row["ratio_samples"] for row in rows if row.get("ratio_samples")}
     return ratio(ratios[ours], ratios[other])["ratio"] if {ours, other} <= ratios.keys() else None
 
 
-def said(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """An error in one line, for a row's ``failed``."""
     lines = str(error).strip().splitlines() or [""]
     end = f" … {lines[-1]}" if len(lines) > 1 else ""  # of a traceback that is quoted
@@ -176,12 +182,9 @@ def said(error: Exception) -> str:
 def memory_alone(
     libraries: Sequence[str], threads: int, once: Callable[..., Any], *given: Any
 ) -> tuple[int | None, int | None]:
-    """The bytes that libraries take by themselves, and the peak of a process that has then called ``once``.
+    """Bytes of the libraries by themselves, and the peak of a process that has then called ``once(*given)``.
 
-    It is a process of its own, for the peak of this one is that of the hungriest system so far.
-
-    Args:
-        once: is called with all that is ``given``; both have to be what `pickle` takes.
+    It is a process of its own: the peak of this one is that of the hungriest system so far. `pickle` sends the call.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_used, libraries, threads, once, given).result()

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from bench.roofline import decoder_weights_per_step
 from t5accel.checks import as_count, read_json_object
 from t5accel.errors import InputError, ModelUnavailableError, T5AccelError, UnknownModelError
 from t5accel.graphs.contract import MANIFEST
+from t5accel.models.families import BEYOND_T5, SIZES, family_of
 from t5accel.models.load import BUNDLED, HUB_ALIASES, data_folder, hub_snapshot, known_model_names
 from t5accel.models.random_init import RANDOM_SIZES, kind_of
-from t5accel.models.registry import BEYOND_T5, SIZES, family_of
 from t5accel.models.sizes import T5Dims
-from t5accel.roofline import decoder_weights_per_step
 
 OWNERS = ("google-t5/", "google/", "facebook/", "Helsinki-NLP/")  # whose models have the sizes that their names say
 

@@ -21,7 +21,7 @@ Generate = Callable[[list[list[int]], int, int], list[list[int]]]
 
 
 def _transformers(model: Any) -> Generate:
-    """generate() of transformers, whoever made the model behind it; the length is forced."""
+    """generate() of transformers, around any library's model; the length is forced."""
     import torch
 
     def generate(ids: list[list[int]], new_tokens: int, beams: int) -> list[list[int]]:
@@ -213,16 +213,8 @@ ENGINES = {
     "ours-int8-dynamic": _ours("int8-dynamic"), "ours-int4": _ours("int4"),
 }  # fmt: skip
 PACKAGES = (
-    "torch",
-    "transformers",
-    "onnxruntime",
-    "optimum-onnx",
-    "optimum-intel",
-    "openvino",
-    "nncf",
-    "ctranslate2",
-    "numpy",
-)
+    "torch", "transformers", "onnxruntime", "optimum-onnx", "optimum-intel", "openvino", "nncf", "ctranslate2", "numpy"
+)  # fmt: skip
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""Our engine and its peers on one grid: equal tokens first, then interleaved.
-
-Peers need environments that exclude each other, so each runs in a worker (``bench/peer_worker.py``) that stays loaded.
-"""
+"""Our engine and its peers on one grid, each in a worker process: their environments exclude each other."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness import Way, measured, pairwise
-from bench.results import Row, aligned, step_ms
-from t5accel.backends.ort_memory import TOKENS
+from bench.harness import Contender, paired_ratio, run_comparison
+from bench.results import Row, format_table, step_ms
+from t5accel.backends.ort_memory import SLICE_TOKENS
 from t5accel.errors import PeerError
 from t5accel.precision.recipes import RECIPES
 from t5accel.timing import Work
@@ -40,14 +37,14 @@ def cell_label(cell: Work) -> str:
 
 
 @dataclass(frozen=True)
-class System:
-    """Something that generates."""
+class PeerSystem:
+    """A system of the grid."""
 
-    name: str  # what a reader calls it
-    engine: str  # what ``bench/peer_worker.py`` calls it
-    environment: str  # the name of its list of packages under ``requirements/peers/``; ours run in the project's own
-    precision: str = "fp32"  # of ours the recipe's name; of others that of the weights and of the arithmetic
-    cells: Callable[[Work], bool] = lambda _: True  # those that it takes part in
+    name: str  # in rows
+    engine: str  # in ``bench/peer_worker.py``
+    environment: str  # its list of packages under ``requirements/peers/``; "ours": the project's own
+    precision: str = "fp32"  # a recipe of ours; of others that of weights and arithmetic
+    cells: Callable[[Work], bool] = lambda _: True  # the cells that it takes part in
 
     @property
     def ours(self) -> bool:
@@ -58,47 +55,49 @@ OURS, OURS_GENERATE, OURS_EXACT = "t5accel", "t5accel, generate()", "t5accel, al
 OURS_OPENVINO = "t5accel, OpenVINO's encoder"
 OURS_INT8, OURS_INT8_THROUGHPUT, OURS_INT4 = "t5accel int8", "t5accel int8 for throughput", "t5accel int4"
 OPTIMUM = "optimum-onnx"
-SYSTEMS = (
-    System(REFERENCE, "eager", "transformers4"),
-    System("transformers 5", "eager", "transformers5"),
+PEERS = (
+    PeerSystem(REFERENCE, "eager", "transformers4"),
+    PeerSystem("transformers 5", "eager", "transformers5"),
     # A new shape is a new compilation of a minute: one cell shows what it brings.
-    System("torch.compile, static cache", "compiled", "transformers4",
+    PeerSystem("torch.compile, static cache", "compiled", "transformers4",
            cells=lambda cell: (cell.batch, cell.source_tokens, cell.beams) == (1, 128, 1)),
-    System(OPTIMUM, "optimum-onnx", "optimum"),
-    System("OpenVINO", "openvino", "openvino"),
-    System("CTranslate2", "ctranslate2", "ctranslate2"),
-    System("torch dynamic int8", "dynamic-int8", "transformers4", "int8"),
-    System("optimum-onnx int8", "optimum-onnx-int8", "optimum", "int8"),
-    System("OpenVINO int8", "openvino-int8", "openvino", "int8"),
-    System("CTranslate2 int8", "ctranslate2-int8", "ctranslate2", "int8"),
-    System(OURS, "ours", "ours"),
-    System(OURS_GENERATE, "ours-generate", "ours"),
-    System(OURS_EXACT, "ours-exact", "ours", cells=lambda cell: cell.beams == 1),  # beams have no shortlist
+    PeerSystem(OPTIMUM, "optimum-onnx", "optimum"),
+    PeerSystem("OpenVINO", "openvino", "openvino"),
+    PeerSystem("CTranslate2", "ctranslate2", "ctranslate2"),
+    PeerSystem("torch dynamic int8", "dynamic-int8", "transformers4", "int8"),
+    PeerSystem("optimum-onnx int8", "optimum-onnx-int8", "optimum", "int8"),
+    PeerSystem("OpenVINO int8", "openvino-int8", "openvino", "int8"),
+    PeerSystem("CTranslate2 int8", "ctranslate2-int8", "ctranslate2", "int8"),
+    PeerSystem(OURS, "ours", "ours"),
+    PeerSystem(OURS_GENERATE, "ours-generate", "ours"),
+    PeerSystem(OURS_EXACT, "ours-exact", "ours", cells=lambda cell: cell.beams == 1),  # beams have no shortlist
     # Smaller batches it leaves to the encoder of the others.
-    System(OURS_OPENVINO, "ours-openvino", "ours", cells=lambda cell: cell.batch * cell.source_tokens > TOKENS),
-    System(OURS_INT8, "ours-int8", "ours", "int8"),
-    System(OURS_INT8_THROUGHPUT, "ours-int8-dynamic", "ours", "int8-dynamic"),
-    System(OURS_INT4, "ours-int4", "ours", "int4"),
+    PeerSystem(
+        OURS_OPENVINO, "ours-openvino", "ours", cells=lambda cell: cell.batch * cell.source_tokens > SLICE_TOKENS
+    ),
+    PeerSystem(OURS_INT8, "ours-int8", "ours", "int8"),
+    PeerSystem(OURS_INT8_THROUGHPUT, "ours-int8-dynamic", "ours", "int8-dynamic"),
+    PeerSystem(OURS_INT4, "ours-int4", "ours", "int4"),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: models times cells, by systems."""
+    """Models times cells, by groups of systems."""
 
     models: tuple[str, ...]  # names that `models.load.load_model` knows
-    cells: tuple[Work, ...]  # of each model, but for those that a system leaves out
+    cells: tuple[Work, ...]
     quick: tuple[Work, ...]  # a corner of it, for a few minutes
-    # of systems by name. Those of one group are loaded and interleaved together, each with the reference in front: as
-    # many as the largest model leaves memory for. By default all systems are one group
+    # Systems of one group are loaded and interleaved together, behind the reference: as many as the largest model
+    # leaves memory for. () is all systems.
     groups: tuple[tuple[str, ...], ...] = ((),)
-    environments: Mapping[str, str] = field(default_factory=dict)  # in place of those that systems have elsewhere
+    environments: Mapping[str, str] = field(default_factory=dict)  # replacements, by the systems' own ones
 
-    def systems(self, wanted: Sequence[str] | None = None) -> list[list[System]]:
-        """The systems of each group, or of these the ``wanted`` ones; the reference is the first in any case."""
-        groups = [group or tuple(system.name for system in SYSTEMS) for group in self.groups]
+    def systems(self, wanted: Sequence[str] | None = None) -> list[list[PeerSystem]]:
+        """The (``wanted``) systems of each group, the reference first."""
+        groups = [group or tuple(system.name for system in PEERS) for group in self.groups]
         chosen = [{name for name in group if not wanted or name in wanted} - {REFERENCE} for group in groups]
-        moved = [replace(one, environment=self.environments.get(one.environment, one.environment)) for one in SYSTEMS]
+        moved = [replace(one, environment=self.environments.get(one.environment, one.environment)) for one in PEERS]
         return [[system for system in moved if system.name in (REFERENCE, *names)] for names in chosen if names]
 
 
@@ -158,24 +157,23 @@ class Worker:
 
 
 def measure_cell(
-    cell: Work, systems: Mapping[System, Generate], *, rounds: int, model: str, threads: int | None = None,
+    cell: Work, systems: Mapping[PeerSystem, Generate], *, rounds: int, model: str, threads: int | None = None,
     seed: int = 0,
 ) -> list[Row]:  # fmt: skip
-    """A row for each system in one cell; one that fails, before or while it is timed, has no time and says why.
+    """A row for each system in one cell, as by `harness.run_comparison`; a failed one has no time and says why.
 
-    The first of ``systems`` is the reference: where it fails, ``PeerError`` is raised. ``seed`` draws the sources; else
-    as `harness.measured`.
+    The first of ``systems`` is the reference: its failure is raised. ``seed`` draws the sources.
     """
     ids = np.random.default_rng(seed).integers(3, 32_000, (cell.batch, cell.source_tokens))
 
-    def way(system: System, generate: Generate) -> Way:
+    def entry(system: PeerSystem, generate: Generate) -> Contender:
         facts = {"precision": system.precision}
         facts |= {"recipe_hash": RECIPES[system.precision].hash} if system.ours else {}
-        return Way(system.name, lambda: partial(generate, ids, cell), exact=False, facts=facts)
+        return Contender(system.name, lambda: partial(generate, ids, cell), exact=False, facts=facts)
 
     about = {"model": model} | ({} if threads is None else {"threads": threads})
-    ways = [way(*each) for each in systems.items()]
-    return measured(ways, cell, rounds=rounds, keep_going=True, **about)
+    entries = [entry(*each) for each in systems.items()]
+    return run_comparison(entries, cell, rounds=rounds, keep_going=True, **about)
 
 
 def cell_of(row: Mapping[str, Any]) -> Work:
@@ -189,8 +187,8 @@ def model_and_cell(row: Mapping[str, Any]) -> tuple[str, Work]:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How we stand in a cell: the peer that comes nearest, and its time over ours (above 1 we are faster)."""
+class PeerResult:
+    """Our result in a cell: the nearest peer, and its time over ours (above 1 we are faster)."""
 
     cell: Work
     peer: str
@@ -198,30 +196,27 @@ class Standing:
     model: str = ""
 
 
-def standings(
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    ours: str | Callable[[Work], str] = OURS,
-    precision: str = "fp32",
+def peer_results(
+    rows: Sequence[Mapping[str, Any]], *, ours: str | Callable[[Work], str] = OURS, precision: str = "fp32",
     peers: Sequence[str] | None = None,
-) -> Iterator[Standing]:
-    """For each measured cell of each model the best peer of this precision, whether it is behind us or ahead.
+) -> Iterator[PeerResult]:  # fmt: skip
+    """For each measured cell of each model the best peer of this precision, behind us or ahead.
 
-    ``ours`` stands for us, in all cells or by cell; ``peers`` are by default all systems that are not ours.
+    ``ours`` is the system to compare, in all cells or by cell; ``peers`` are by default all systems of others.
     """
-    mine = {system.name for system in SYSTEMS if system.ours}
+    mine = {system.name for system in PEERS if system.ours}
     for model, cell in dict.fromkeys(map(model_and_cell, rows)):
         here = [row for row in rows if model_and_cell(row) == (model, cell)]
         names = [row["system"] for row in here if row["precision"] == precision and row["system"] not in mine]
         own = ours if isinstance(ours, str) else ours(cell)
-        ratios = {name: pairwise(here, own, name) for name in names if peers is None or name in peers}
+        ratios = {name: paired_ratio(here, own, name) for name in names if peers is None or name in peers}
         if found := {name: ratio for name, ratio in ratios.items() if ratio is not None}:
             peer, ratio = min(found.items(), key=lambda pair: pair[1])
-            yield Standing(cell, peer, ratio, model.removeprefix("random:"))
+            yield PeerResult(cell, peer, ratio, model.removeprefix("random:"))
 
 
 def int8_for(cell: Work) -> str:
-    """Which of our ways with 8 bits stands for us in a cell: each batch has the one that it was tuned for.
+    """Our int8 system for a cell: each batch has the one tuned for it.
 
     >>> int8_for(Work(1, 32, 64, beams=4)), int8_for(Work(8, 32, 32))
     ('t5accel int8', 't5accel int8 for throughput')
@@ -230,9 +225,9 @@ def int8_for(cell: Work) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Milliseconds per step (new token of each sequence), a line for each cell; ``!`` marks what failed.
+    """Milliseconds per step (new token of each sequence), a line for each cell.
 
-    A ``*`` marks fp32 systems whose tokens are not all the reference's.
+    ``!`` marks failures, ``*`` fp32 systems with other tokens than the reference's.
     """
     names = list(dict.fromkeys(row["system"] for row in rows))
     cells = list(dict.fromkeys(map(cell_of, rows)))
@@ -240,7 +235,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for cell in cells:
         here = {row["system"]: row for row in rows if cell_of(row) == cell}
         lines.append([cell_label(cell), *(_per_step(here[name]) if name in here else "" for name in names)])
-    return "\n".join(aligned(lines))
+    return "\n".join(format_table(lines))
 
 
 def _per_step(row: Mapping[str, Any]) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import evaluation as quality
-from bench import tasks
+from bench import evaluation
 from bench.results import Row, scores
 from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.ort_static import OrtStatic
@@ -20,20 +19,24 @@ from t5accel.decoding.backend import Backend
 from t5accel.errors import InputError
 from t5accel.graphs.manifest import read_manifest
 from t5accel.precision.calibration import CalibrationSample, as_calibration_sample
-from t5accel.precision.gate import quantize_export
+from t5accel.precision.convert import quantize_export
+from t5accel.precision.gate import Score, open_for_scores
 from t5accel.precision.recipes import EMBEDDING, HEAD, KINDS, Recipe, as_recipe
-from t5accel.precision.scoring import Score, open_for_scores
 from t5accel.tokenization import text_to_text, tokenizer_of
 
 LONGEST = 64  # tokens of an answer that is scored
 
 
 def text_quality(
-    *, names: Sequence[str] = tasks.NAMES, limit: int | None = None, threads: int | None = None, batch_size: int = 32
+    *,
+    names: Sequence[str] = evaluation.NAMES,
+    limit: int | None = None,
+    threads: int | None = None,
+    batch_size: int = 32,
 ) -> Score:
-    """A function from the folder of an export to its scores on the bundled evaluation sets, greedily decoded.
+    """Make a function that scores an export on the bundled evaluation sets, greedily decoded.
 
-    It returns ``"bleu"``, ``"rougeL"`` and ``"exact_match"``, of those asked for.
+    It takes the export's folder and returns ``"bleu"``, ``"rougeL"`` and ``"exact_match"`` of the requested sets.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.graphs.export import export_model
@@ -47,34 +50,33 @@ def text_quality(
         found = backend_scores(
             open_for_scores(folder, threads), tokenizer_of(folder), names=names, limit=limit, batch_size=batch_size
         )
-        return {name: found[name] for name in quality.MAIN_SCORES if name in found}
+        return {name: found[name] for name in evaluation.MAIN_SCORES if name in found}
 
     return score
 
 
 def backend_scores(backend: Backend, tokenizer: Any, **options: Any) -> Row:
-    """All scores of a backend's answers, greedily decoded; ``options`` of `quality.evaluate`."""
+    """Score a backend's greedy answers; ``options`` are those of `evaluation.evaluate`."""
     answer = by_defaults(backend, max_new_tokens=LONGEST, num_beams=1)
     return generated_scores(lambda ids, mask, *_: answer(ids, mask), tokenizer, **options)
 
 
 def generated_scores(generate: Callable[..., np.ndarray], tokenizer: Any, **options: Any) -> Row:
-    """All scores of what a function (ids, mask, shortest, longest) -> tokens writes, up to `LONGEST` tokens each."""
+    """Score a function (ids, mask, shortest, longest) -> tokens, up to `LONGEST` tokens each."""
     texts = text_to_text(tokenizer, lambda ids, mask: generate(ids, mask, 0, LONGEST))
-    return scores(quality.evaluate(texts, **options).to_json())
+    return scores(evaluation.evaluate(texts, **options).to_json())
 
 
 def agreement(
     reference: str | os.PathLike[str], examples: Sequence[CalibrationSample], *, threads: int | None = None
 ) -> Score:
-    """A function from the folder of an export to how far it agrees with ``reference``, both given the same tokens.
+    """Make a function that compares an export with ``reference``, given the same tokens.
 
-    It returns ``"agreement"``, the percentage of positions at which both would choose the same next token, and
-    ``"closeness"``, minus the mean divergence of the two distributions (Kullback and Leibler), in nats: that moves
-    before any token does.
+    It takes the export's folder and returns ``"agreement"``, the percentage of positions with the same next token, and
+    ``"closeness"``, minus the mean Kullback-Leibler divergence in nats, which moves before any token does.
     """
     if not examples:
-        raise InputError("There are no examples: give at least one.")
+        raise InputError("examples must not be empty.")
     in_fp32 = open_for_scores(reference, threads)
     examples = [
         as_calibration_sample(example, vocab_size=in_fp32.vocab_size, pad_token_id=in_fp32.pad_token_id)
@@ -103,21 +105,18 @@ def _log_probabilities(backend: OrtStatic, example: CalibrationSample) -> np.nda
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-# Sensitivity: quantise one group of weights at a time, score each model, and rank the groups.
-
-
 @dataclass(frozen=True)
 class GroupScores:
-    """What came of a model in floats but for one group."""
+    """Scores of a model with one quantised group of weights."""
 
     group: str  # as `recipes.group_of` names it
-    scores: Mapping[str, float]  # of the model
+    scores: Mapping[str, float]
     losses: Mapping[str, float]  # against the model in floats
     size_bytes: int  # of all files
 
 
 def groups_of(folder: str | os.PathLike[str]) -> list[str]:
-    """All groups of weights of an export's model, from the encoder's first layer to the head."""
+    """List the groups of weights of an export's model."""
     dims = read_manifest(folder, verify=False).dims
     layers = [("encoder", layer) for layer in range(dims.encoder_layers)]
     layers += [("decoder", layer) for layer in range(dims.decoder_layers)]
@@ -132,16 +131,13 @@ def sweep(
     groups: Iterable[str] | None = None,
     on_group: Callable[[GroupScores], None] | None = None,
 ) -> list[GroupScores]:
-    """Quantise one group of weights after the other, all others in floats, and score each model.
+    """Quantise one group of weights at a time, and score each model.
 
-    Args:
-        folder: an export in fp32.
-        recipe: of whose schemes each group takes its own; one that has none is left out.
-        score: from the folder of an export to named numbers, the higher the better.
+    ``folder`` is an export in fp32. Each group takes its own scheme of ``recipe``; a group without one is left out.
     """
     recipe, chosen = as_recipe(recipe), list(groups_of(folder) if groups is None else groups)
     if unknown := sorted({*chosen} - {*groups_of(folder)}):
-        raise InputError(f"{unknown[0]!r} is no group of this model; `groups_of` lists them.")
+        raise InputError(f"groups must be groups of this model, got {unknown[0]!r}. groups_of() lists them.")
     baseline = dict(score(Path(folder)))
     found = []
     for group in chosen:
@@ -159,14 +155,14 @@ def sweep(
 
 
 def ranked(found: Sequence[GroupScores], name: str) -> list[str]:
-    """The groups, that which loses most of one score first, as `gate.quantize` takes them."""
+    """Rank the groups for `gate.quantize`: the largest loss of one score first."""
     if bad := [one.group for one in found if name not in one.losses]:
-        raise InputError(f"There is no score {name!r} of {bad[0]}.")
+        raise InputError(f"name must be a score of every group, got {name!r}, which {bad[0]} lacks.")
     return [one.group for one in sorted(found, key=lambda one: -one.losses[name])]
 
 
 def only(recipe: Recipe, group: str, *, chosen_from: Iterable[str]) -> Recipe | None:
-    """The recipe for one group alone; ``None`` if it leaves that in floats anyway."""
+    """Restrict a recipe to one group; ``None`` if it leaves that group in floats."""
     # A layer's weights are in its own graph; the decoder's keys and values of the source are in the encoder's, too.
     own = ["encoder"] if group.startswith("encoder") else ["decoder"]
     if group.startswith("decoder") and group.endswith("attention"):

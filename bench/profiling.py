@@ -1,4 +1,4 @@
-"""Where the time of a graph goes, node by node, as ONNX Runtime's own profiler sees it."""
+"""Profiles of a graph or a decoding step: time per node, bytes handed over, kernels launched."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from t5accel.backends.cuda_graphs import captured
 from t5accel.backends.ort_session import SessionSettings, open_session
+from t5accel.backends.torch_static_buffers import capture_graph
 from t5accel.checks import as_count
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import decoder_spec, kv_names
@@ -27,9 +27,6 @@ from t5accel.graphs.ort_levels import import_onnxruntime
 from t5accel.graphs.weights import T5Weights
 from t5accel.models.sizes import T5Dims
 from t5accel.timing import measure
-
-# How many bytes a decoding step hands over between Python and the runtime: all tensors, or only what is new.
-
 
 _INT64, _FLOAT32 = 8, 4  # bytes
 
@@ -43,32 +40,21 @@ class StepTraffic:
 
     @property
     def size_bytes(self) -> int:
-        """Of both directions together."""
         return sum(self.handed_in.values()) + sum(self.taken_back.values())
 
 
 def bytes_per_step(
     dims: T5Dims, *, batch: int, rows: int, past: int, new: int, source: int, element_bytes: int = _FLOAT32
 ) -> dict[str, StepTraffic]:
-    """Count what a step hands over when everything is fed from numpy, and when it is bound.
+    """Count the bytes that a step hands over, fed from numpy and bound.
 
-    Fed (`OrtNumpy`), the keys and values of self-attention (B, K, H_i, P, d_kv) and of cross-attention
-    (B, H_i, S, d_kv) go in at every step, and the longer history comes back. Bound (`OrtBound`, `OrtPointers`), the
-    session keeps them: tokens and the mask of the past go in, logits (B, K, T, V) come out.
+    Fed (`OrtNumpy`), keys and values of self-attention (B, K, H_i, P, d_kv) and cross-attention (B, H_i, S, d_kv) go in
+    at every step, and the longer past comes back. Bound (`OrtBound`, `OrtPointers`), the session keeps them: tokens and
+    the mask of the past go in, logits (B, K, T, V) come out. That much crosses the bus to a GPU; on a CPU the same
+    tensors change hands without a copy.
 
-    That much crosses the bus to a GPU. A session on the CPU reads contiguous numpy arrays where they lie and gives its
-    results away without a copy: there the same tensors change hands, and no bytes move.
-
-    Args:
-        batch: B sources.
-        rows: K rows per source.
-        past: P positions so far, 0 in the first step.
-        new: T new ones.
-        source: S source positions.
-        element_bytes: of a key or value; logits are always float32, tokens and masks int64.
-
-    Returns:
-        ``{"fed": …, "bound": …}``.
+    ``element_bytes`` is the size of a key's or value's element; logits are float32, tokens and masks int64. Returns
+    ``{"fed": …, "bound": …}``.
     """
     sizes = {"batch": batch, "rows": rows, "new": new, "source": source, "element_bytes": element_bytes}
     for name, value in sizes.items():
@@ -87,20 +73,18 @@ def bytes_per_step(
     return {"fed": StepTraffic(tokens | tensors, logits | longer), "bound": StepTraffic(tokens, logits)}
 
 
-# What a step asks of a device: operators and kernels counted, and what launching one costs.
-# A small decoder on a large GPU waits for the host, which takes longer to ask for a kernel than the GPU to run it. So
+# A small decoder on a large GPU waits for the host, which takes longer to launch a kernel than the GPU to run it. So
 # the least time of a step is a number of launches times the price of one, plus the bytes it reads over the bandwidth.
-
 
 _NO_KERNEL = ("aten.empty", "aten.detach", "aten.lift_fresh", "aten._unsafe_view", "aten.is_same_size")
 _ONE_KERNEL = ("aten.rms_norm",)  # on a GPU; on a CPU it is made of six
 
 
 def operators(run: Callable[[], Any]) -> Counter[str]:
-    """The operators that a function calls and that compute something, by name.
+    """Count the operators of a function that compute something, by name.
 
-    Views (transposes, slices) are left out, and what only makes memory. On a GPU nearly all of the others launch one
-    kernel: a prediction that needs no GPU. `kernels` counts what really ran.
+    Views and allocations are left out. On a GPU nearly all others launch one kernel: a prediction that needs no GPU.
+    `kernels` counts the real ones.
     """
     found: Counter[str] = Counter()
 
@@ -108,7 +92,7 @@ def operators(run: Callable[[], Any]) -> Counter[str]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = str(func.overloadpacket)
             if name not in _ONE_KERNEL:
-                with self:  # what is made of other operators is seen as those
+                with self:  # composite operators are counted by their parts
                     result = func.decompose(*args, **(kwargs or {}))
                 if result is not NotImplemented:
                     return result
@@ -123,7 +107,7 @@ def operators(run: Callable[[], Any]) -> Counter[str]:
 
 @torch.inference_mode()
 def kernels(run: Callable[[], Any]) -> Counter[str]:
-    """The kernels that a function runs on the GPU, by name, as torch's profiler sees them; copies count."""
+    """Count the kernels and copies that a function runs on the GPU, by name."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -137,22 +121,21 @@ def kernels(run: Callable[[], Any]) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Prices:
-    """What a GPU takes, in seconds: a kernel that the host asks for, one in a graph; and bytes read a second."""
+    """Times of a GPU: a launched kernel, a kernel in a replayed graph, and its bandwidth."""
 
     launch_s: float
     replayed_s: float
     bytes_per_s: float
 
     def floor_s(self, kernels: int, bytes_read: int) -> float:
-        """The least time of a captured step."""
+        """Return the least time of a captured step."""
         return kernels * self.replayed_s + bytes_read / self.bytes_per_s
 
 
 def dependent(count: int, device: torch.device, width: int = 512) -> Callable[[], torch.Tensor]:
-    """A row of small kernels as a step has them, norms and sums in turn, each of which reads what the last one wrote.
+    """Make a chain of small kernels, each reading the last one's output.
 
-    An empty kernel would be too cheap a measure: in a graph one that does nothing takes about a microsecond, one that
-    loads a few hundred numbers and reduces them two or three.
+    An empty one is too cheap a measure: in a graph it takes 1 µs, one that reduces a few hundred numbers 2 or 3 µs.
 
     >>> operators(dependent(6, torch.device("cpu"))).total()
     6
@@ -170,13 +153,9 @@ def dependent(count: int, device: torch.device, width: int = 512) -> Callable[[]
 
 @torch.inference_mode()
 def prices(device: torch.device, *, count: int = 1000, repeats: int = 20, size_bytes: int = 1 << 30) -> Prices:
-    """Measure them now: a row of `dependent` kernels, and a copy within the device.
-
-    Args:
-        size_bytes: that are copied, read and written; far more than its caches hold.
-    """
+    """Measure launches, replays and a copy of ``size_bytes``, more than the caches hold."""
     row = dependent(count, device)
-    graph = captured(row, lambda: None, device)
+    graph = capture_graph(row, lambda: None, device)
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
     launched, replayed, copied = (
@@ -186,22 +165,21 @@ def prices(device: torch.device, *, count: int = 1000, repeats: int = 20, size_b
     return Prices(launched / count, replayed / count, 2 * size_bytes / copied)
 
 
-KERNEL = "_kernel_time"  # the end of the names of a node's own events; older releases (1.20) have others as well
-# Their time is that of the nodes inside them, which are listed, too.
-CONTAINERS = {"If", "Loop", "Scan"}
+KERNEL = "_kernel_time"  # suffix of a node's own events; older releases (1.20) have others as well
+CONTAINERS = {"If", "Loop", "Scan"}  # their time is that of the nodes inside them, which are listed, too
 
 
 @dataclass(frozen=True)
 class GraphProfile:
     """Medians over several runs."""
 
-    run_s: float  # a whole run, when nobody measures its nodes
-    # by the node's name its operator (without the name of its set) and its seconds, in the order of running
+    run_s: float  # a whole run without the profiler
+    # Operator (without its domain) and seconds by the node's name, in the order of execution.
     nodes: Mapping[str, tuple[str, float]]
 
     @property
     def by_type(self) -> dict[str, float]:
-        """Seconds for each operator, the longest first."""
+        """Return the seconds of each operator, the longest first."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for operator, node_s in self.nodes.values():
             seconds[operator] += node_s
@@ -209,7 +187,7 @@ class GraphProfile:
 
     @property
     def between_s(self) -> float:
-        """What is left of a run: going from one node to the next. Each is measured in whole microseconds, rounded."""
+        """Return the time between nodes; each node is measured in whole microseconds."""
         return self.run_s - sum(node_s for _, node_s in self.nodes.values())
 
 
@@ -220,13 +198,10 @@ def profile_graph(
     settings: SessionSettings | None = None,
     runs: int = 50,
 ) -> GraphProfile:
-    """Run a graph with ONNX Runtime's profiler, and without.
+    """Run a graph ``runs`` times with ONNX Runtime's profiler, and as often without.
 
-    The profiler writes down so much about each node that a run of hundreds of small ones takes twice as long or more.
-    That is no node's time; what a run really takes is measured apart.
-
-    Args:
-        runs: with the profiler, and as many without it; before each, a tenth as many that do not count.
+    The profiler writes so much about each node that a run of hundreds of small ones takes twice as long or more, so
+    the time of a whole run is measured without it.
     """
     as_count(runs, "runs", at_least=1)
     warmup = 1 + runs // 10
@@ -239,7 +214,7 @@ def profile_graph(
             except Exception as error:  # of several kinds, none of them documented
                 raise InputError(f"{path} cannot be run on these feeds: {error}") from error
             finally:
-                file = session.end_profiling()  # for good: from here on it runs undisturbed
+                file = session.end_profiling()  # later runs are not profiled
             events = json.loads(Path(file).read_text(encoding="utf-8"))
     except ExportError:
         raise
@@ -265,11 +240,7 @@ def profile_graph(
 def step_feeds(
     dims: T5Dims, *, batch: int = 1, rows: int = 1, past: int = 32, new: int = 1, source: int = 64
 ) -> dict[str, np.ndarray]:
-    """Inputs of a decoder, drawn at random: ``new`` tokens for each of B = ``batch`` sources and K = ``rows``.
-
-    Args:
-        batch, rows, past, new, source: B, K, P, T and S of `contract.decoder_spec`.
-    """
+    """Draw random inputs of a decoder; sizes are B, K, P, T and S."""
     counts = {"batch": batch, "rows": rows, "past": past, "new": new, "source": source}
     checked = [as_count(count, name, at_least=int(name != "past")) for name, count in counts.items()]
     sizes, rng = dict(zip("BKPTS", checked, strict=True)), np.random.default_rng(0)
@@ -286,12 +257,9 @@ def step_feeds(
 
 
 def logits_of(weights: T5Weights, input_ids: np.ndarray, attention_mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The logits (B, T, V) of ``tokens`` (B, T), by both graphs built in memory and run as they are.
+    """Compute logits (B, T, V) of ``tokens`` (B, T) by both graphs, built in memory.
 
-    Args:
-        weights: of the model, with a description that may be wrong: then so are the logits, or the graphs do not run.
-        input_ids, attention_mask: of the sources, (B, S).
-        tokens: what the decoder reads, from its start token on.
+    The description in ``weights`` may be wrong: then so are the logits, or the graphs do not run.
     """
     from t5accel.graphs.layers import decoder_graph, encoder_graph  # onnx, which the GPU suite does without
 
@@ -304,10 +272,8 @@ def logits_of(weights: T5Weights, input_ids: np.ndarray, attention_mask: np.ndar
         )
         for graph in (encoder_graph, decoder_graph)
     )
-    cross, source = (
-        kv_names("cross", weights.dims.decoder_layers),
-        dict(input_ids=input_ids, attention_mask=attention_mask),
-    )
+    cross = kv_names("cross", weights.dims.decoder_layers)
+    source = dict(input_ids=input_ids, attention_mask=attention_mask)
     found = dict(zip(cross, encoder.run(cross, source), strict=True))
     empty = step_feeds(weights.dims, batch=len(input_ids), past=0, source=input_ids.shape[1])
     return decoder.run(["logits"], {**empty, **source, **found, "input_ids": tokens[:, None]})[0][:, 0]

@@ -1,4 +1,4 @@
-"""Files of results: one flat kind of row, written in one piece, continued if interrupted, described and tabulated."""
+"""Files of results: one flat kind of row, written atomically, continued after an interruption, tabulated."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ KEYS = (
 
 
 def checked(row: Mapping[str, Any]) -> Row:
-    """The row, unchanged. Raises ``InputError`` for a key that is not one of `KEYS`, or a value that is not flat.
+    """The row, unchanged. Raises ``InputError`` for a key outside `KEYS`, or a nested value.
 
     >>> checked({"system": "ours", "latency_s": [0.5, 0.6]})["latency_s"]
     [0.5, 0.6]
@@ -220,7 +220,7 @@ def scores(report: Mapping[str, Any] | None) -> Row:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def chosen(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> Iterator[Mapping[str, Any]]:
+def filter_rows(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> Iterator[Mapping[str, Any]]:
     """The rows that have all these values."""
     return (row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
 
@@ -240,11 +240,8 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
 
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], *, command: str, **more: Any) -> None:
-    """Write a file of results: rows, and the machine, versions, commit, date and command that they are from.
-
-    ``more`` is written beside these or in their place. Raises ``InputError`` as `checked` does.
-    """
-    content = {**here(), "date": today(), "command": command, **more}
+    """Write rows with their machine, versions, commit, date and command; ``more`` adds to these or replaces them."""
+    content = {**environment(), "date": today(), "command": command, **more}
     write_json(path, {**content, "rows": [checked(row) for row in rows]})
 
 
@@ -258,10 +255,9 @@ def record_parser(description: str, *, rounds: int | None = None) -> argparse.Ar
 
 
 def rows_so_far(path: str | os.PathLike[str], conditions: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an interrupted run, if it was one under the same conditions; else its file is put aside.
+    """The rows of an interrupted run under the same conditions; a file of other conditions is put aside.
 
-    Args:
-        conditions: what the file has to say of itself, such as `here`; ``"machine.gpu.name"`` is a key on the way down.
+    ``conditions`` are values of the file by key, such as `environment`'s; ``"machine.gpu.name"`` is a nested key.
     """
     path = Path(path)
     if not path.exists():
@@ -270,7 +266,7 @@ def rows_so_far(path: str | os.PathLike[str], conditions: Mapping[str, Any]) -> 
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, Mapping):
             raise ValueError(f"it holds a {type(found).__name__}")
-        changed = [name for name, value in conditions.items() if at_path(found, name) != value]
+        changed = [name for name, value in conditions.items() if get_path(found, name) != value]
         if not changed:
             return found["rows"]
     except (ValueError, KeyError, AttributeError) as error:
@@ -281,14 +277,14 @@ def rows_so_far(path: str | os.PathLike[str], conditions: Mapping[str, Any]) -> 
     return []
 
 
-def recorded(file: str) -> dict[str, Any]:
+def load_results(file: str) -> dict[str, Any]:
     """A file under ``data/results``; with no rows where nothing is recorded yet."""
     path = DATA / "results" / file
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": []}
 
 
-def described(record: Mapping[str, Any], libraries: Sequence[str] = LIBRARIES) -> str:
-    """Where a file of results is from, in two lines: machine, versions, date and commit; and the command."""
+def provenance(record: Mapping[str, Any], libraries: Sequence[str] = LIBRARIES) -> str:
+    """Origin of a file of results in two lines: machine, versions, date and commit; and the command."""
     if not record["rows"]:
         return "Nothing is recorded yet."
     facts, versions = record["machine"], record["versions"]
@@ -298,12 +294,8 @@ def described(record: Mapping[str, Any], libraries: Sequence[str] = LIBRARIES) -
     return f"{on}; {with_what}; {record['date']}, commit {record['commit']}\n{record['command']}"
 
 
-def aligned(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,), rule: bool = False) -> list[str]:
-    """Cells of text as lines of a table.
-
-    Args:
-        left: the columns that begin at the left; the others end at the right.
-    """
+def format_table(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,), rule: bool = False) -> list[str]:
+    """Cells of text as lines of a table; columns in ``left`` are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     dashes = [tuple("-" * width for width in widths)] if rule else []
     return [
@@ -315,7 +307,7 @@ def aligned(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,), rul
     ]
 
 
-def here() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """This machine, the versions of what is installed, and the commit."""
     return {"machine": machine.facts(), "versions": machine.versions(), "commit": commit()}
 
@@ -339,7 +331,7 @@ def commit() -> str | None:
         return None
 
 
-def at_path(found: Any, path: str) -> Any:
+def get_path(found: Any, path: str) -> Any:
     """``found["a"]["b"]`` for ``"a.b"``; ``None`` where there is nothing."""
     for key in path.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None

@@ -1,13 +1,13 @@
-"""Cost of very large jobs, and simulated replicas: arithmetic on recorded rows and named assumptions."""
+"""Cost of very large jobs, and simulated fleets of servers."""
 
 # Speeds are measured on two threads of one machine. That many such machines, or all cores of a larger one, do as well
-# is an assumption, as are prices and failures: they are parameters, with their date, and nobody measured them.
+# is an assumption.
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp, expm1
 from statistics import median
@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 import simpy
 
-from bench import tasks
-from bench.results import aligned, chosen, recorded
+from bench import evaluation
+from bench.results import filter_rows, format_table, load_results
 from bench.serving.rates import keeps_up, knees
 from bench.serving.servers import Asked, together
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.errors import InputError
 
-# Simulated servers that answer in running batches. A replica works in rounds, as `serve.scheduler` does: waiting jobs
-# join while there are rows, and every row gets a token. A router knows how many jobs each replica has. A replica that
-# fails loses its batch and its queue; those jobs are sent to others, from the beginning, and nothing more comes until
-# the replica is back. Events are SimPy's (Team SimPy, simpy.readthedocs.io).
+# Simulated servers with continuous batching. A replica works in rounds, as `serve.scheduler` does: waiting jobs join
+# while there are rows, and every row gets a token. A router knows how many jobs each replica has. A replica that fails
+# loses its batch and its queue; those jobs start again elsewhere, and nothing more comes until the replica is back.
+# Events are SimPy's (Team SimPy, simpy.readthedocs.io).
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Failures:
 
 @dataclass
 class Outcome:
-    """What became of the jobs."""
+    """Result of a simulation."""
 
     latency_s: list[float] = field(default_factory=list)  # from arrival to last token, in the order of their ends
     repeated: int = 0  # how often a job was sent again since its replica had failed
@@ -150,8 +150,8 @@ def simulate(
     return outcome
 
 
-ASSUMED = "November 2026"  # of prices and failures: round numbers, in the range of what clouds ask
-STORAGE = 0.023  # dollars a month for 10^9 bytes that lie there
+# Prices and failures are assumptions of November 2026: round numbers, in the range of what clouds ask.
+STORAGE = 0.023  # dollars a month for 10^9 stored bytes
 BYTES_PER_TOKEN = 4  # of English in a vocabulary of 32,000, where random weights have no text
 SHARD_ROWS = 2000  # of a job this large: `serve.batch.job.Settings` has smaller ones, for machines that fail often
 
@@ -186,45 +186,27 @@ MACHINE_PRICES = (
 )
 
 
-@dataclass(frozen=True)
-class JobCost:
-    """Cost of a job, repeated shards included."""
-
-    core_hours: float
-    machine_hours: float
-    dollars: float  # for the machines
-    storage_dollars: float  # a month, for input and output
-    shards: int
-    shard_s: float  # of one shard on one worker, which has as many threads as were measured
-    repeated: float  # shards that are begun once more, in the mean
-    stored_bytes: float  # of texts and answers
-    read_bytes_per_s: float  # of one machine, all cores at work
-
-
-def job_cost(speed: Speed, machine: MachinePrice, texts: int, *, shard_rows: int = SHARD_ROWS) -> JobCost:
-    """Cost of a job on machines that fail at random moments (a Poisson process).
+def job_cost(speed: Speed, machine: MachinePrice, texts: int, *, shard_rows: int = SHARD_ROWS) -> dict[str, float]:
+    """Cost of a job on machines that fail at random moments (a Poisson process), repeated shards included.
 
     A shard of T hours on a machine that fails every M hours succeeds at once with probability exp(-T / M). It is begun
-    exp(T / M) times in the mean, and takes M * (exp(T / M) - 1) hours instead of T: what a failure destroys is the
-    shard that was being answered.
+    exp(T / M) times in the mean, and takes M * (exp(T / M) - 1) hours instead of T: a failure destroys the running
+    shard. ``shard_s`` is of one worker with the measured threads, ``storage_dollars`` a month's, for input and output.
     """
     as_count(texts, "texts", at_least=1)
     shard_s = shard_rows / speed.texts_per_s
     exposed = shard_s / 3600 / machine.fails_every_h
-    core_hours = texts / speed.texts_per_s / 3600 * speed.threads * (expm1(exposed) / exposed)
-    shards = -(-texts // shard_rows)
+    machine_hours = texts / speed.texts_per_s / 3600 * speed.threads / machine.cores * (expm1(exposed) / exposed)
     stored_bytes = texts * (speed.read_bytes + speed.written_bytes)
-    return JobCost(
-        core_hours=core_hours,
-        machine_hours=core_hours / machine.cores,
-        dollars=core_hours / machine.cores * machine.dollars_per_h,
-        storage_dollars=stored_bytes / 1e9 * STORAGE,
-        shards=shards,
-        shard_s=shard_s,
-        repeated=shards * expm1(exposed),
-        stored_bytes=stored_bytes,
-        read_bytes_per_s=speed.texts_per_s / speed.threads * machine.cores * speed.read_bytes,
-    )
+    return {
+        "machine_hours": machine_hours,
+        "dollars": machine_hours * machine.dollars_per_h,
+        "stored_bytes": stored_bytes,
+        "storage_dollars": stored_bytes / 1e9 * STORAGE,
+        "shard_s": shard_s,
+        "repeated_shards": -(-texts // shard_rows) * expm1(exposed),  # in the mean
+        "read_bytes_per_s": speed.texts_per_s / speed.threads * machine.cores * speed.read_bytes,  # of all cores
+    }
 
 
 def attempts(hours: float, fails_every_h: float) -> float:
@@ -237,55 +219,52 @@ def attempts(hours: float, fails_every_h: float) -> float:
 
 
 def speeds() -> list[Speed]:
-    """What is recorded, from short texts to long ones; what is not recorded is missing."""
-    found = []
-    jobs = [*chosen(recorded("batch.json")["rows"], measured="job", system="t5accel batch")]
-    if jobs:
-        row = max(jobs, key=lambda row: row["texts"])
-        found.append(Speed(
-            f"a sentence ({row['model']}, {row['precision']})", row["answers_per_s"], row["tokens_per_s"],
-            row["threads"], row["input_bytes"] / row["texts"], row["output_bytes"] / row["texts"], "batch.json",
-        ))  # fmt: skip
-    ladder = chosen(recorded("ladder.json")["rows"], rung="student, batches")
-    for row in ladder:
-        reports = tasks.rows("summaries")
-        read = sum(len(one["source"].encode()) for one in reports) / len(reports)
-        answer = sum(len(one["references"][0].encode()) for one in reports) / len(reports)
-        found.append(Speed(
-            f"a report ({row['model']}, {row['precision']})", row["texts"] / median(row["latency_s"]),
-            row["tokens_per_s"], row["threads"], read, read + answer, "ladder.json",
-        ))  # fmt: skip
-    peers = recorded("peers-cpu.json")["rows"]
-    for row in chosen(peers, system="t5accel int8", batch=32, source_tokens=512, beams=1):
-        read, answer = (row[key] * BYTES_PER_TOKEN for key in ("source_tokens", "new_tokens"))
-        found.append(Speed(
-            "512 tokens (t5-small's size, int8)", row["batch"] / median(row["latency_s"]), row["tokens_per_s"],
-            row["threads"], read, read + answer, "peers-cpu.json",
-        ))  # fmt: skip
+    """The recorded speeds, from short texts to long ones."""
+    jobs = filter_rows(load_results("batch.json")["rows"], measured="job", system="t5accel batch")
+    row = max(jobs, key=lambda row: row["texts"])
+    found = [Speed(
+        f"a sentence ({row['model']}, {row['precision']})", row["answers_per_s"], row["tokens_per_s"],
+        row["threads"], row["input_bytes"] / row["texts"], row["output_bytes"] / row["texts"], "batch.json",
+    )]  # fmt: skip
+    (row,) = filter_rows(load_results("ladder.json")["rows"], rung="student, batches")
+    reports = evaluation.rows("summaries")
+    read = sum(len(one["source"].encode()) for one in reports) / len(reports)
+    answer = sum(len(one["references"][0].encode()) for one in reports) / len(reports)
+    found.append(Speed(
+        f"a report ({row['model']}, {row['precision']})", row["texts"] / median(row["latency_s"]),
+        row["tokens_per_s"], row["threads"], read, read + answer, "ladder.json",
+    ))  # fmt: skip
+    peers = load_results("peers-cpu.json")["rows"]
+    (row,) = filter_rows(peers, system="t5accel int8", batch=32, source_tokens=512, beams=1)
+    read, answer = (row[key] * BYTES_PER_TOKEN for key in ("source_tokens", "new_tokens"))
+    found.append(Speed(
+        "512 tokens (t5-small's size, int8)", row["batch"] / median(row["latency_s"]), row["tokens_per_s"],
+        row["threads"], read, read + answer, "peers-cpu.json",
+    ))  # fmt: skip
     return found
 
 
 def costs(found: Sequence[Speed], texts: int = 10**9, machines: Sequence[MachinePrice] = MACHINE_PRICES) -> str:
-    """A table: a line for each kind of text on each kind of machine, with what one machine reads a second."""
+    """A table: a line for each kind of text on each kind of machine, with the bytes a machine reads a second."""
     lines = [("texts", "on machines", "core hours", "$", "TB", "$ a month", "shard, s", "begun again", "MB/s")]
     for speed in found:
         for machine in machines:
             one = job_cost(speed, machine, texts)
             lines.append((
-                speed.name, machine.name, f"{one.core_hours:,.0f}", f"{one.dollars:,.0f}",
-                f"{one.stored_bytes / 1e12:.2f}", f"{one.storage_dollars:.0f}", f"{one.shard_s:.1f}",
-                f"{one.repeated:,.1f}", f"{one.read_bytes_per_s / 1e6:.1f}",
+                speed.name, machine.name, f"{one['machine_hours'] * machine.cores:,.0f}", f"{one['dollars']:,.0f}",
+                f"{one['stored_bytes'] / 1e12:.2f}", f"{one['storage_dollars']:.0f}", f"{one['shard_s']:.1f}",
+                f"{one['repeated_shards']:,.1f}", f"{one['read_bytes_per_s'] / 1e6:.1f}",
             ))  # fmt: skip
-    return "\n".join(aligned(lines, left=(0, 1), rule=True))
+    return "\n".join(format_table(lines, left=(0, 1), rule=True))
 
 
 def measured_speeds(found: Sequence[Speed]) -> str:
-    """A table of what the costs rest on."""
+    """A table of the speeds below the costs."""
     lines = [("texts", "texts/s, a core", "new tokens/s, a core", "bytes read", "written", "from")]
     for one in found:
         a_core = (f"{one.texts_per_s / one.threads:.1f}", f"{one.tokens_per_s / one.threads:.0f}")
         lines.append((one.name, *a_core, f"{one.read_bytes:.0f}", f"{one.written_bytes:.0f}", one.file))
-    return "\n".join(aligned(lines, left=(0, 5), rule=True))
+    return "\n".join(format_table(lines, left=(0, 5), rule=True))
 
 
 def knee(
@@ -338,24 +317,19 @@ def measured_pace(backend: Backend, tokenizer: Any, text: str, *, repeats: int =
     return Pace(one - row_s, row_s, max(seconds(1, 1) - one, 0.0))
 
 
-def pace_of(row: Mapping[str, Any]) -> Pace:
-    """Pace of a recorded row."""
-    return Pace(**{key: row["settings"][key] for key in ("step_s", "row_s", "join_s", "rows")})
-
-
 def knees_table() -> str:
-    """Simulated knees beside the measured one of the serving chapter, from what is recorded."""
-    rows = recorded("scale.json")["rows"]
-    served = knees(recorded("serving.json")["rows"], "mini").get("t5accel serve")
+    """The recorded knees: the measured one of the serving chapter beside the simulated ones."""
+    rows = load_results("scale.json")["rows"]
+    served = f"{knees(load_results('serving.json')['rows'], 'mini')['t5accel serve']:.0f}"
     lines = [("replicas", "requests/s", "for each", "p99 there, s", "where they fail")]
-    lines.append(("1, measured", *((f"{served:.0f}",) * 2 if served else ("not recorded yet", "–")), "–", "–"))
-    calm = [row for row in chosen(rows, measured="simulation") if "every_s" not in row["settings"]]
-    for row in calm:
+    lines.append(("1, measured", served, served, "–", "–"))
+    simulated = [*filter_rows(rows, measured="simulation")]
+    failing = {row["settings"]["replicas"]: row["rate_per_s"] for row in simulated if "every_s" in row["settings"]}
+    for row in simulated:
         count = row["settings"]["replicas"]
-        same = [one["settings"] for one in rows if one["settings"].get("replicas") == count]
-        failing = next((one for one in rows if one["settings"] in same and "every_s" in one["settings"]), None)
-        lines.append((
-            f"{count:,}, simulated", f"{row['rate_per_s']:,.0f}", f"{row['rate_per_s'] / count:.0f}",
-            f"{row['p99_s']:.2f}", f"{failing['rate_per_s']:,.0f}" if failing else "–",
-        ))  # fmt: skip
-    return "\n".join(aligned(lines, rule=True))
+        if "every_s" not in row["settings"]:
+            lines.append((
+                f"{count:,}, simulated", f"{row['rate_per_s']:,.0f}", f"{row['rate_per_s'] / count:.0f}",
+                f"{row['p99_s']:.2f}", f"{failing[count]:,.0f}" if count in failing else "–",
+            ))  # fmt: skip
+    return "\n".join(format_table(lines, rule=True))

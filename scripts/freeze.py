@@ -37,11 +37,11 @@ from typer.testing import CliRunner
 from bench.baselines.layout_backends import HybridOnnxT5, MergedGraphs, ThreeGraphs, WholeGraph
 from bench.baselines.layouts import export_layout
 from bench.baselines.ort_cuda_graph import OrtCaptured
+from bench.baselines.ort_iobinding import OrtBound
 from bench.baselines.torch_recompute import TorchRecompute
-from bench.tasks import rows, source_text
+from bench.evaluation import rows, source_text
 from t5accel.api import accelerate, open_backend
 from t5accel.backends.ort_cuda import OrtPointers
-from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
@@ -57,9 +57,9 @@ from t5accel.decoding.streaming import stream
 from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import cached_export
 from t5accel.machine import facts
+from t5accel.models.families import BEYOND_T5
 from t5accel.models.load import load_model
 from t5accel.models.random_init import random_model, random_t5
-from t5accel.models.registry import BEYOND_T5
 from t5accel.precision.convert import convert_export
 from t5accel.serve.app import make_app
 from t5accel.serve.batch.job import Model

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from bench.figures import BOARD, LADDER
-from bench.results import chosen, described, recorded, step_ms
+from bench.results import filter_rows, load_results, provenance, step_ms
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,7 +66,7 @@ def raw(content: str) -> str:
 
 def which() -> str:
     """The page that leads from a problem to a notebook, from the notebooks' metadata and the last recorded run."""
-    seconds = {row["notebook"]: row["seconds"] for row in recorded("course.json")["rows"]}
+    seconds = {row["notebook"]: row["seconds"] for row in load_results("course.json")["rows"]}
     lines = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         about = json.loads(path.read_text(encoding="utf-8"))["metadata"]["t5accel"]
@@ -92,22 +92,23 @@ def boards() -> str:
         "measured.",
     ]
     for file, title, columns in BOARDS:
-        record = recorded(file)
-        rows = [row for row in chosen(record["rows"], measured="speed") if row.get("latency_s")]
+        record = load_results(file)
+        rows = [row for row in filter_rows(record["rows"], measured="speed") if row.get("latency_s")]
         if rows:
             lines = ([text(row) for text in columns.values()] for row in rows)
-            where, _ = described(record).split("\n")
+            where, _ = provenance(record).split("\n")
             parts += [f"## {title}", f"{where}. From [{file}](data/results/{file}).", raw(table(columns, lines))]
     return "\n\n".join(parts) + "\n"
 
 
 def browser() -> str:
     """What `bench/record/web.py` recorded of the page, a row for each model."""
-    record = recorded("web.json")
+    record = load_results("web.json")
     lines = []
     for name in dict.fromkeys(row["system"] for row in record["rows"]):
         visit, speed, quality = (
-            next(chosen(record["rows"], system=name, measured=what)) for what in ("first visit", "speed", "quality")
+            next(filter_rows(record["rows"], system=name, measured=what))
+            for what in ("first visit", "speed", "quality")
         )
         sent = visit["settings"]["transfer_bytes"]
         times = f"{visit['first_s']:.2f}", f"{speed['first_p50_s']:.2f}", f"{speed['us_per_token'] / 1e3:.1f}"

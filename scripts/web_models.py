@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import onnxruntime
 
 from bench.demo.race import menu
-from bench.results import chosen, recorded
+from bench.results import filter_rows, load_results
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export import export_model
 from t5accel.graphs.manifest import Manifest, describe_file
@@ -51,7 +51,7 @@ def export(model: str, precision: str, out: Path, id_: str) -> tuple[str, Manife
 def quality(label: str, manifest: Manifest) -> str | None:
     """The scores that `bench/record/web.py` recorded of these weights, in words; ``None`` if it has not met them."""
     wanted = dict(measured="quality", system=label, settings={"checkpoint": manifest.source["sha256"]})
-    found = next(chosen(recorded("web.json")["rows"], **wanted), None)
+    found = next(filter_rows(load_results("web.json")["rows"], **wanted), None)
     return found and ", ".join(f"{name} {found[key]:.1f}" for key, name in SCORES)
 
 

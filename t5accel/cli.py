@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Everything that it does can be imported from the module it names."""
+"""The command line: it parses, calls the module that it names, and prints."""
 
 from __future__ import annotations
 
@@ -93,10 +93,8 @@ def run(
     from t5accel.backends.model_defaults import by_defaults
     from t5accel.decoding.streaming import stream as streamed
     from t5accel.decoding.streaming import stream_text
-    from t5accel.decoding.token_constraints import NO_CONSTRAINTS
-    from t5accel.models.languages import Languages
     from t5accel.models.load import require_tokenizer
-    from t5accel.models.prefixes import prefix_hint, prefixes_of
+    from t5accel.models.prefixes import Languages, prefix_hint, prefixes_of
     from t5accel.tokenization import text_to_text
 
     require_tokenizer(model)
@@ -104,28 +102,29 @@ def run(
         model, precision=precision and precision.value, runtime=runtime and runtime.value, device=device.value,
         threads=threads,
     )  # fmt: skip
-    used = getattr(backend, "rules", NO_CONSTRAINTS).num_beams if beams is None else beams
+    used = backend.rules.num_beams if beams is None else beams
     if stream and used > 1:
         whose = "the model's generation_config sets" if beams is None else "you gave"
         raise InputError(f"--stream is for greedy search, and {whose} {used} beams: give --beams 1.")
     first = Languages(tokenizer).target(backend, tgt_lang, forced_bos)
     bounds: dict[str, Any] = dict(max_new_tokens=max_new_tokens, **first)
-    ends = getattr(backend, "rules", NO_CONSTRAINTS).eos_tokens(backend.eos_token_id)
-    search = None if stream else by_defaults(backend, num_beams=beams, **bounds)
+    ends = backend.rules.eos_tokens(backend.eos_token_id)
     shown: dict[str, Any] = dict(skip_special_tokens=not keep_special_tokens, ends=ends)
+
+    def print_pieces(ids, mask):  # noqa: ANN001, ANN202
+        chunks: list[Any] = []
+        coming = streamed(backend, ids, mask, **bounds)
+        for piece in stream_text(tokenizer, (chunks.append(chunk) or chunk for chunk in coming), **shown):
+            typer.echo(piece, nl=False)
+        typer.echo()
+        return np.concatenate([new for (new,) in chunks])[None]
+
+    search = print_pieces if stream else by_defaults(backend, num_beams=beams, **bounds)
     count = 0
 
     def generate(ids, mask):  # noqa: ANN001, ANN202
         nonlocal count
-        if search is not None:
-            tokens = search(ids, mask)
-        else:
-            chunks: list[Any] = []
-            coming = streamed(backend, ids, mask, **bounds)
-            for piece in stream_text(tokenizer, (chunks.append(chunk) or chunk for chunk in coming), **shown):
-                typer.echo(piece, nl=False)
-            typer.echo()
-            tokens = np.concatenate([new for (new,) in chunks])[None]
+        tokens = search(ids, mask)
         count += tokens.shape[1]
         return tokens
 
@@ -151,7 +150,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of standard input as they come, empty ones included, so that answers stand beside their texts."""
+    """The lines of standard input as they come, empty ones included, so that outputs line up with texts."""
     for number, line in enumerate(typer.get_binary_stream("stdin"), 1):
         try:
             yield line.decode("utf-8").rstrip("\r\n")
@@ -223,7 +222,7 @@ def quantize(
     from t5accel.graphs.export_folder import require_free, resolve_target
     from t5accel.models.load import require_tokenizer
     from t5accel.precision.gate import quantize as behind_a_gate
-    from t5accel.precision.scoring import text_score
+    from t5accel.precision.gate import text_score
 
     recipe = precision.value
     score = text_score(eval_, metric, threads=threads, progress=True)

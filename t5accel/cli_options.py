@@ -1,4 +1,4 @@
-"""Options that several commands share, and what commands say while they work and when they fail."""
+"""Shared options and messages of the commands."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ ThreadsOption = Annotated[
     int | None, typer.Option(min=1, help="CPU threads. Default: all cores that this process may use.")
 ]
 BeamsOption = Annotated[
-    int | None, typer.Option(min=1, help="BeamState; 1 is greedy search. Default: the number in the model's settings.")
+    int | None, typer.Option(min=1, help="Beams; 1 is greedy search. Default: the number in the model's settings.")
 ]
 NewTokensOption = Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")]
 
@@ -89,10 +89,7 @@ KeepSpecialTokens = Annotated[
 
 
 def status(sentence: str) -> None:
-    """Tell somebody who waits at a terminal what is being done.
-
-    >>> status("Loading mini …")  # nothing in a file
-    """
+    """Print progress on a terminal's standard error."""
     from t5accel import machine  # it brings numpy, without which help is shown sooner
 
     if machine.watches_stderr():
@@ -100,22 +97,14 @@ def status(sentence: str) -> None:
 
 
 def warn(sentence: str) -> None:
-    """A sentence on standard error; nothing where there is none."""
+    """Print a warning on standard error, unless it is empty."""
     if sentence:
         typer.echo(f"Warning: {sentence}", err=True)
 
 
 @contextmanager
 def kept(sentence: str) -> Iterator[None]:
-    """Say after Ctrl-C what an interrupted command has kept.
-
-    >>> try:
-    ...     with kept("The last checkpoint is kept."):
-    ...         raise KeyboardInterrupt
-    ... except KeyboardInterrupt as error:
-    ...     str(error)
-    'The last checkpoint is kept.'
-    """
+    """Say after Ctrl-C what an interrupted command has kept."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -123,10 +112,7 @@ def kept(sentence: str) -> Iterator[None]:
 
 
 class _Group(typer.core.TyperGroup):
-    """Whatever goes wrong is one sentence on standard error: no warning and no line of a program on a user's screen.
-
-    With ``T5ACCEL_TRACEBACK=1`` in the environment Python shows all it has.
-    """
+    """Print every failure as one sentence, without warnings; ``T5ACCEL_TRACEBACK=1`` shows Python's traceback."""
 
     def invoke(self, ctx):  # noqa: ANN001
         if os.environ.get(TRACEBACK):
@@ -159,14 +145,14 @@ def _sentence(error: BaseException) -> str:
 
 
 def _with_flags(sentence: str, command: Any) -> str:
-    """The same sentence with the flag that was typed in place of Python's name for it."""
+    """Replace the argument's name at the start of a sentence by its flag."""
     name = re.match(r"\w+(?= is | must )", sentence)
     flags = {param.name: param.opts[0] for param in getattr(command, "params", ()) if param.opts[0].startswith("--")}
     return flags.get(name[0], name[0]) + sentence[name.end() :] if name else sentence
 
 
 def command_line(about: str, *, completion: bool = False) -> typer.Typer:
-    """A command line without commands, which fails in sentences."""
+    """A command line whose failures are sentences."""
     return typer.Typer(
         cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=completion,
         context_settings={"help_option_names": ["-h", "--help"]}, help=about,

@@ -1,4 +1,4 @@
-"""The commands that make models smaller: parse, call, print."""
+"""The commands that make models smaller."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,17 +141,17 @@ def prune(
 
 @dataclass(frozen=True)
 class _UserRows:
-    """The user's rows: those of each file to train on, and how models are scored on the others."""
+    """The user's rows to train on, by file, and a function that scores models on others."""
 
     examples: list[list[tuple[str, str]]]
     weights: list[float] | None
     evaluated: frozenset[str]
     validate: Callable[[Any], dict[str, float]] | None
-    most: int  # tokens of an answer: twice the longest target, within what is allowed
+    most: int  # tokens of an output: twice the longest target, within what is allowed
 
     @classmethod
     def read(cls, files, weights, evaluation, metric, tokenizer, longest) -> _UserRows:  # noqa: ANN001
-        from t5accel.distillation.examples import read_examples
+        from t5accel.distillation.batches import read_examples
         from t5accel.distillation.validation import make_validator
         from t5accel.errors import InputError
 
@@ -167,7 +168,7 @@ class _UserRows:
         return cls(examples, weights, sources, validate, min(longest, 2 * max(map(len, targets))))
 
     def written_by(self, generate: Callable[[list[str]], list[str]], file: Path) -> _UserRows:
-        """The same sources with what the teacher writes to them, which is kept in ``file``."""
+        """The same sources with the teacher's outputs, which are kept in ``file``."""
         from t5accel.distillation.teacher_outputs import read_teacher_outputs, write_teacher_outputs
 
         wanted = {("examples", source): None for rows in self.examples for source, _ in rows}
@@ -176,7 +177,7 @@ class _UserRows:
         return replace(self, examples=[[(source, texts[source]) for source, _ in rows] for rows in self.examples])
 
     def mixture(self, tokens: int, *, by_teacher: bool = False):  # noqa: ANN201
-        from t5accel.distillation.examples import mix_examples
+        from t5accel.distillation.batches import mix_examples
 
         known = sum(source in self.evaluated for rows in self.examples for source, _ in rows)
         if known:
@@ -184,20 +185,17 @@ class _UserRows:
         return mix_examples(self.examples, self.weights, tokens=tokens, forbidden=self.evaluated, by_teacher=by_teacher)
 
     def keep(self, student, tokenizer, folder, whole, **facts) -> None:  # noqa: ANN001, ANN003
-        """Save the student with its card, and say how it and the whole model score."""
+        """Save the student with its card, and print its scores and the whole model's."""
         from t5accel.distillation.model_card import save_student
         from t5accel.metrics import floor_warning
 
-        typer.echo(f"Wrote {save_student(student, tokenizer, folder, teacher=whole, command=_command(), **facts)}")
+        command = " ".join(["t5accel", *sys.argv[1:]])
+        typer.echo(f"Wrote {save_student(student, tokenizer, folder, teacher=whole, command=command, **facts)}")
         for name, model in (("whole model", whole), ("student", student)) if self.validate else ():
             status(f"Scoring the {name} …")
             scores = self.validate(model)
             typer.echo(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in scores.items()))
             warn(floor_warning(scores, f"The {name}"))
-
-
-def _command() -> str:
-    return " ".join(["t5accel", *sys.argv[1:]])
 
 
 def _with_tokenizer(name: str):  # noqa: ANN202
@@ -211,25 +209,20 @@ def _with_tokenizer(name: str):  # noqa: ANN202
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """What stands behind ``--layers``.
-
-    >>> _numbers("0,3")
-    (0, 3)
-    """
+    """The value of ``--layers``, such as 0,3."""
     from t5accel.errors import InputError
 
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise InputError(f"--layers is {text!r}; give numbers with commas between, as in 0,3.") from error
+        raise InputError(f"--layers must be numbers with commas between, as in 0,3, got {text!r}.") from error
 
 
 def _beams(name, model, tokenizer, device, most):  # noqa: ANN001, ANN202
-    """The teacher, from texts to the best of four beams."""
-    from t5accel.api import accelerate
-    from t5accel.backends.model_defaults import by_defaults
+    """The teacher's function from texts to the best of four beams."""
+    from t5accel.api import open_backend
     from t5accel.backends.torch_eager import TorchEager
-    from t5accel.tokenization import text_to_text
+    from t5accel.tokenization import generate_texts
 
-    backend = accelerate(name).backend if device == "cpu" else TorchEager(model.to(device))
-    return text_to_text(tokenizer, by_defaults(backend, max_new_tokens=most, num_beams=4))
+    backend = open_backend(name)[0] if device == "cpu" else TorchEager(model.to(device))
+    return partial(generate_texts, backend, tokenizer, max_new_tokens=most, num_beams=4)

@@ -1,4 +1,4 @@
-"""Check an installation: what is there, what is missing, and which part of the course each thing is needed for."""
+"""Check an installation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -24,10 +26,10 @@ RTX = ((8, 6), (8, 9))  # compute capabilities that TensorRT-RTX runs on, beside
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. ``ok`` is ``None`` where something optional is absent; ``remedy`` says what to do about it."""
+    """One finding."""
 
     name: str
-    ok: bool | None
+    ok: bool | None  # None: something optional is absent
     found: str
     needed_for: str
     remedy: str = ""
@@ -64,23 +66,17 @@ def _transformers() -> Check:
 
 
 def _onnxruntime() -> Check:
-    installed = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
-    needed_for = "the ONNX notebooks"
+    needed_for, installed = "the ONNX notebooks", {}
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
     if len(installed) == 2:
         remedy = f"pip uninstall {' '.join(installed)}, then install one: they overwrite each other's files"
         return Check("onnxruntime", False, "both onnxruntime and onnxruntime-gpu", needed_for, remedy)
     if not installed:
-        remedy = f"{install('cpu')} (or [gpu])"
-        return Check("onnxruntime", None, "missing", needed_for, remedy)
-    return Check("onnxruntime", True, f"{installed[0]} {metadata.version(installed[0])}", needed_for)
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+        return Check("onnxruntime", None, "missing", needed_for, f"{install('cpu')} (or [gpu])")
+    ((name, version),) = installed.items()
+    return Check("onnxruntime", True, f"{name} {version}", needed_for)
 
 
 def _bundled_model() -> Check:
@@ -107,7 +103,7 @@ def _gpu() -> Check:
 
 
 def _tensorrt() -> Check:
-    """TensorRT and TensorRT-RTX are two libraries; the second runs on some cards only and comes from PyPI."""
+    # TensorRT and TensorRT-RTX are two libraries; the second runs on some cards only and comes from PyPI.
     needed_for = "runtime='tensorrt'"
     for module, distribution in (("tensorrt", "tensorrt"), ("tensorrt_rtx", "tensorrt-rtx")):
         if (check := _package(module, distribution, needed_for)).ok:
@@ -142,39 +138,43 @@ def _node() -> Check:
     return Check("node", True, done.stdout.strip() or "present", needed_for)
 
 
+# Optional packages: module, distribution, what needs it, and the extra that brings it.
+_OPTIONAL = (
+    ("openvino", "openvino", "runtime='openvino'", "openvino"),
+    ("optimum", "optimum-onnx", "the cells that show optimum beside ours", "optimum"),
+    ("datasets", "datasets", "evaluation.dataset()", "course"),
+    ("evaluate", "evaluate", "the metric modules in data/metrics", "course"),
+    ("sacrebleu", "sacrebleu", "quality: BLEU and chrF", "course"),
+    ("rouge_score", "rouge-score", "quality: ROUGE", "course"),
+    ("matplotlib", "matplotlib", "plots", "course"),
+    ("fastapi", "fastapi", "t5accel serve", "serving"),
+    ("uvicorn", "uvicorn", "t5accel serve", "serving"),
+    ("pyarrow", "pyarrow", "Parquet in t5accel batch", "batch"),
+    ("ray", "ray", "--engine ray", "ray"),
+    ("jupyterlab", "jupyterlab", "make lab", "course"),
+    ("nbclient", "nbclient", "make course", "course"),
+)
 CHECKS: tuple[Callable[[], Check], ...] = (
-    lambda: _package("t5accel", "t5accel", "everything"),
+    partial(_package, "t5accel", "t5accel", "everything"),
     _python,
     _processor,
     _cache,
-    lambda: _package("torch", "torch", "everything", required=True),
+    partial(_package, "torch", "torch", "everything", required=True),
     _transformers,
-    lambda: _package("tokenizers", "tokenizers", "tokenising", required=True),
+    partial(_package, "tokenizers", "tokenizers", "tokenising", required=True),
     _bundled_model,
-    lambda: _package("onnx", "onnx", "exporting", required=True),
+    partial(_package, "onnx", "onnx", "exporting", required=True),
     _onnxruntime,
-    lambda: _package("openvino", "openvino", "runtime='openvino'", "openvino"),
-    lambda: _package("optimum", "optimum-onnx", "the cells that show optimum beside ours", "optimum"),
-    lambda: _package("datasets", "datasets", "tasks.load()", "course"),
-    lambda: _package("evaluate", "evaluate", "the metric modules in data/metrics", "course"),
-    lambda: _package("sacrebleu", "sacrebleu", "quality: BLEU and chrF", "course"),
-    lambda: _package("rouge_score", "rouge-score", "quality: ROUGE", "course"),
-    lambda: _package("matplotlib", "matplotlib", "plots", "course"),
-    lambda: _package("fastapi", "fastapi", "t5accel serve", "serving"),
-    lambda: _package("uvicorn", "uvicorn", "t5accel serve", "serving"),
-    lambda: _package("pyarrow", "pyarrow", "Parquet in t5accel batch", "batch"),
-    lambda: _package("ray", "ray", "--engine ray", "ray"),
+    *(partial(_package, *optional) for optional in _OPTIONAL),
     _node,
     _gradio,
-    lambda: _package("jupyterlab", "jupyterlab", "make lab", "course"),
-    lambda: _package("nbclient", "nbclient", "make course", "course"),
     _gpu,
     _tensorrt,
 )
 
 
 def diagnose() -> list[Check]:
-    """Run every check. Nothing is changed and nothing is downloaded.
+    """Run every check, without changing or downloading anything.
 
     >>> [check.name for check in diagnose()][:2]
     ['t5accel', 'python']
@@ -183,7 +183,7 @@ def diagnose() -> list[Check]:
 
 
 def report(checks: list[Check]) -> str:
-    """A plain-text table: a mark, what was found, what it is for, and what to do where something is amiss.
+    """A plain-text table of the findings, with a remedy for each that is not ok.
 
     >>> print(report([Check("matplotlib", None, "missing", "plots", "pip install matplotlib")]))
     - matplotlib   missing   for plots; to get it: pip install matplotlib

@@ -1,10 +1,6 @@
-"""Every error that t5accel raises on purpose. Each says what was given, what is allowed and what to change.
+"""The errors of t5accel. Each is also the built-in kind that a caller would expect."""
 
-They share one base, so that `except T5AccelError` catches ours and nothing else, and each is also the built-in kind
-(`ValueError`, `OSError`) that a caller who does not know this package would expect.
-"""
-
-ADDRESS = ""  # what pip installs: "t5accel" once that is on PyPI; until then the checkout in which one stands
+ADDRESS = ""  # pip's name of the package once it is on PyPI; until then the checkout
 
 
 class T5AccelError(Exception):
@@ -20,7 +16,7 @@ class UnknownModelError(T5AccelError, ValueError):
 
 
 class ModelUnavailableError(T5AccelError, OSError):
-    """A model that exists in principle and cannot be had now: no network, or an incomplete folder."""
+    """A known model that cannot be loaded: no network, or an incomplete folder."""
 
 
 class NotT5Error(T5AccelError, ValueError):
@@ -28,35 +24,35 @@ class NotT5Error(T5AccelError, ValueError):
 
 
 class ExportError(T5AccelError, OSError):
-    """An export that cannot be written, or one that cannot be used: a file missing or altered, another format."""
+    """An export that cannot be written, or used: a file missing or altered, another format."""
 
 
 class JobError(T5AccelError, OSError):
-    """A batch job or training run that cannot go on: an input changed, a disk is full. Finished work is kept."""
+    """A batch job or training run that cannot continue; finished work is kept."""
 
 
 class ClusterError(T5AccelError, ConnectionError):
-    """A cluster of Ray that does not answer, or could not be started."""
+    """A Ray cluster that does not answer or start."""
 
 
 class UnequalWorkError(T5AccelError, ValueError):
-    """Two timings that did not do the same work: their ratio would mean nothing."""
+    """Two timings of different work, whose ratio would mean nothing."""
 
 
 class MissingPackageError(T5AccelError, ImportError):
-    """An optional package that this call needs is not installed; the message names the extra that brings it."""
+    """An optional package is not installed; the message names the extra that brings it."""
 
 
 class PeerError(T5AccelError, RuntimeError):
-    """A system that we compare ourselves with could not be started, or failed while it generated."""
+    """A system under comparison did not start, or failed while generating."""
 
 
 class GateError(T5AccelError, RuntimeError):
-    """A quantised model lost more quality than was allowed, whatever was left in floats; nothing was written."""
+    """A quantised model lost more quality than allowed; nothing was written."""
 
 
 class QueueFullError(T5AccelError, RuntimeError):
-    """As many requests wait as may wait: come again in ``retry_after_s`` seconds, or raise the limit."""
+    """The queue is full: retry in ``retry_after_s`` seconds, or raise the limit."""
 
     def __init__(self, message: str, retry_after_s: int):
         super().__init__(message)
@@ -64,19 +60,19 @@ class QueueFullError(T5AccelError, RuntimeError):
 
 
 class DeadlineError(T5AccelError, TimeoutError):
-    """A request's deadline passed before its answer was complete, in the queue or at work."""
+    """A request's deadline passed before its output was complete."""
 
 
 class CancelledError(T5AccelError, RuntimeError):
-    """Whoever asked has cancelled the request."""
+    """The request was cancelled."""
 
 
 class ShuttingDownError(T5AccelError, RuntimeError):
-    """The scheduler takes no more requests, or ended before this one was done."""
+    """The scheduler takes no more requests, or ended before this one finished."""
 
 
 class EngineError(T5AccelError, RuntimeError):
-    """The engine failed at a request; others may go on. The message names what it raised."""
+    """The engine raised while serving a request; other requests continue."""
 
 
 def install(extras: str) -> str:

@@ -1,4 +1,4 @@
-"""Facts about this machine, and its measured rates; unknown facts are `None`."""
+"""Facts about this machine, and its measured rates."""
 
 # Everything is looked up or measured at each call and nothing is kept on disk: a container's limits, a noisy neighbour
 # and a laptop's battery all change the answer.
@@ -76,21 +76,17 @@ def cpu_threads(root: str | os.PathLike[str] = "/") -> int:
     return max(1, math.ceil(min(limits)))
 
 
-def _psutil() -> Any:
-    return import_module("psutil") if find_spec("psutil") else None
-
-
-def memory_bytes(root: str | os.PathLike[str] = "/") -> int | None:
+def memory_bytes(root: str | os.PathLike[str] = "/") -> int:
     """The memory that this process may use: the machine's, or the container's smaller limit."""
-    limits: list[float] = []
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    elif psutil := _psutil():
-        limits.append(psutil.virtual_memory().total)
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):  # the GPU suite runs without psutil
+        limits: list[float] = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    else:
+        import psutil
+
+        limits = [psutil.virtual_memory().total]
     for folder in _cgroup_folders("memory", Path(root)):
         limits += _numbers(_read(folder / "memory.max")) + _numbers(_read(folder / "memory.limit_in_bytes"))
-    least = min(limits, default=math.inf)
-    return None if math.isinf(least) else int(least)
+    return int(min(limits))
 
 
 def _macos_cpu() -> str | None:
@@ -112,27 +108,21 @@ def _gpu() -> dict[str, Any] | None:
         "capability": [device.major, device.minor],
         "sm_count": device.multi_processor_count,
         "bus_bytes_per_s": bus or None,
-        "driver": (_nvidia_smi("driver_version") or [None])[0],
+        "driver": next(iter(nvidia_smi("driver_version")), None),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
 
 
-def _nvidia_smi(*fields: str) -> list[str] | None:
-    """The answer of nvidia-smi for the first GPU that this process sees."""
+def nvidia_smi(*fields: str) -> list[str]:
+    """The values of nvidia-smi's ``fields`` for the first GPU that this process sees; empty if unknown."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     command = ["nvidia-smi", f"--id={first}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     with suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return [value.strip() for value in done.stdout.strip().split(",")]
-    return None
-
-
-def gpu_clocks_mhz() -> dict[str, int]:
-    """The GPU's current clocks, ``{"sm", "memory"}`` in MHz, so ask under load; empty if unknown."""
-    found = _nvidia_smi("clocks.sm", "clocks.mem") or []
-    return {name: int(value) for name, value in zip(("sm", "memory"), found, strict=False) if value.isdigit()}
+    return []
 
 
 def facts(root: str | os.PathLike[str] = "/", *, gpu: bool = True) -> dict[str, Any]:
@@ -161,26 +151,26 @@ def versions() -> dict[str, str]:
     return found
 
 
-def resident_memory_bytes() -> int | None:
+def resident_memory_bytes() -> int:
     """The memory that this process occupies now."""
-    if statm := _read(Path("/proc/self/statm")):
-        return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    psutil = _psutil()
-    return psutil.Process().memory_info().rss if psutil else None
+    import psutil
+
+    return psutil.Process().memory_info().rss
 
 
-def peak_memory_bytes() -> int | None:
+def peak_memory_bytes() -> int:
     """The most memory that this process has occupied since it started."""
     # Linux hands `ru_maxrss` down to child processes: a small child of a big parent reports the parent's peak. The
-    # kernel's VmHWM belongs to this process alone, so it is read first.
+    # kernel's VmHWM belongs to this process alone.
     for line in (_read(Path("/proc/self/status")) or "").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     if find_spec("resource"):
         peak = import_module("resource").getrusage(0).ru_maxrss  # 0 is RUSAGE_SELF
         return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
-    psutil = _psutil()
-    return getattr(psutil.Process().memory_info(), "peak_wset", None) if psutil else None
+    import psutil
+
+    return psutil.Process().memory_info().peak_wset  # Windows
 
 
 def watches_stderr() -> bool:
@@ -203,12 +193,11 @@ def _best_s(run: Callable[[], Any]) -> float:
 
 
 def read_rates(size_bytes: int = 256 << 20, passes: int = 9) -> list[float]:
-    """Bytes per second of each of some matrix-vector products with a matrix of this size, measured now.
+    """Bytes per second of matrix-vector products with a matrix of this size (at least 1 MiB), one per pass.
 
     Such a product reads its matrix once and hardly computes, as a decoding step does with its weights: give their
-    bytes, at least 1 MiB. Weights that fit in the last-level cache are read many times faster than from memory. The
-    threads are those of numpy's BLAS: all, unless ``OPENBLAS_NUM_THREADS`` or ``OMP_NUM_THREADS`` limited them when
-    numpy was imported.
+    bytes, for weights that fit in the last-level cache are read many times faster than from memory. It runs on the
+    threads of numpy's BLAS: all, unless OPENBLAS_NUM_THREADS or OMP_NUM_THREADS limited them before numpy's import.
     """
     as_count(size_bytes, "size_bytes", at_least=1 << 20)
     as_count(passes, "passes", at_least=1)
@@ -226,8 +215,8 @@ def read_rates(size_bytes: int = 256 << 20, passes: int = 9) -> list[float]:
 
 def bandwidth_bytes_per_s(size_bytes: int = 256 << 20) -> float:
     """The best of the `read_rates`, for the floor of a roofline."""
-    # The best, because other processes make a pass slower, and nothing goes below a floor. A floor from a busy moment
-    # and a time from a quiet one contradict each other all the same: then measure both in turn.
+    # Other processes make a pass slower, and nothing goes below a floor. A floor from a busy moment and a time from a
+    # quiet one still contradict each other: then measure both in turn.
     return max(read_rates(size_bytes))
 
 

@@ -1,7 +1,6 @@
-"""Text scores from 0 to 100: BLEU, chrF, ROUGE, and SQuAD's exact match and F1.
+"""Text scores from 0 to 100: of N predictions against N lists of accepted texts.
 
-``predictions`` are N texts, ``references`` N lists of accepted texts, at least one each; else ``InputError``. A missing
-optional package raises ``MissingPackageError``.
+Other arguments raise ``InputError``, a missing optional package ``MissingPackageError``.
 """
 
 from __future__ import annotations
@@ -85,9 +84,8 @@ MIN_MEANINGFUL_SCORE = 5.0
 
 def floor_warning(scores: Mapping[str, float], what: str) -> str:
     """A warning if ``what`` has a score of `ROW_SCORES` too low to show a loss; else an empty text."""
-    low = [
-        f"{name} {score:.2f}" for name, score in scores.items() if name in ROW_SCORES and score < MIN_MEANINGFUL_SCORE
-    ]
+    known = {name: score for name, score in scores.items() if name in ROW_SCORES}
+    low = [f"{name} {score:.2f}" for name, score in known.items() if score < MIN_MEANINGFUL_SCORE]
     if not low:
         return ""
     return (

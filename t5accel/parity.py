@@ -16,10 +16,7 @@ class ParityError(T5AccelError, AssertionError):
 
 
 def token_agreement(sequences_a: ArrayLike, sequences_b: ArrayLike, pad_token_id: int) -> float:
-    """Share (0 to 1) of positions at which two outputs hold the same token.
-
-    Positions where both are padding do not count, so a row that stops early disagrees with the rest of a longer one.
-    The outputs are (N, L_a) and (N, L_b) integers, padded on the right.
+    """Share (0 to 1) of positions at which (N, L_a) and (N, L_b) ids agree, positions of padding in both left out.
 
     >>> token_agreement([[5, 6, 7, 1]], [[5, 9, 1]], pad_token_id=0)
     0.25
@@ -29,6 +26,7 @@ def token_agreement(sequences_a: ArrayLike, sequences_b: ArrayLike, pad_token_id
         raise InputError(f"sequences must both be (N, L) with the same N, got {a.shape} and {b.shape}.")
     length = max(a.shape[1], b.shape[1])
     a, b = (np.pad(x, ((0, 0), (0, length - x.shape[1])), constant_values=pad_token_id) for x in (a, b))
+    # A row that stops early disagrees with the rest of a longer one.
     counted = (a != pad_token_id) | (b != pad_token_id)
     if not counted.any():
         raise InputError("sequences must hold tokens, got padding alone: its agreement says nothing.")
@@ -57,9 +55,8 @@ def assert_varied(sequences: Any, at_least: int = 3, *, ignore: Collection[int] 
 def assert_close(actual: ArrayLike, expected: ArrayLike, *, atol: float, rtol: float = 0.0) -> float:
     """Check ``|actual - expected| <= atol + rtol * |expected|`` everywhere; return the largest absolute difference.
 
-    NaN is never close, not even to NaN; an infinity is close to itself only. Dtypes may differ, shapes may not; torch
-    tensors must be on the CPU, detached. Raises `ParityError`, an AssertionError, and ``InputError`` for empty or
-    non-numeric arrays.
+    NaN is never close, not even to NaN; an infinity is close to itself only. Dtypes may differ, shapes may not.
+    torch tensors must be on the CPU, detached. Raises `ParityError`; ``InputError`` for empty or non-numeric arrays.
 
     >>> assert_close([1.0, 2.0], [1.0, 2.5], atol=1.0)
     0.5

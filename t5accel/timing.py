@@ -1,4 +1,4 @@
-"""Interleaved timing of equal work; raw samples are kept, as huggingface/optimum-benchmark does."""
+"""Interleaved timing of equal work, with all raw samples, as in huggingface/optimum-benchmark."""
 
 # Machines drift, so two systems are never timed one after the other: `compare` runs them A B, B A, A B, ... in one
 # process and divides within each round.
@@ -10,10 +10,10 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from statistics import median
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
 from t5accel.checks import as_count
 from t5accel.errors import InputError, UnequalWorkError
@@ -21,7 +21,7 @@ from t5accel.errors import InputError, UnequalWorkError
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a timed run; two runs are comparable only if every field is equal."""
+    """The work of a timed run; comparable runs are equal in every field."""
 
     batch: int
     source_tokens: int
@@ -51,7 +51,6 @@ class Latency:
     192 µs (186–203, n=5)
     """
 
-    unit: ClassVar[str] = "s"
     samples_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -78,11 +77,6 @@ class Latency:
     def max_s(self) -> float:
         return max(self.samples_s)
 
-    @property
-    def spread(self) -> float:
-        """(max - min) / median."""
-        return (self.max_s - self.min_s) / self.median_s
-
     def per(self, count: int) -> Latency:
         """Divide the samples by `count`, such as the new tokens: seconds per token."""
         count = as_count(count, "count", at_least=1)
@@ -99,11 +93,6 @@ class Latency:
         digits = 2 if size * factor < 10 else 1 if size * factor < 100 else 0
         mid, low, high = (f"{value * factor:.{digits}f}" for value in (size, self.min_s, self.max_s))
         return f"{mid} {unit} ({low}–{high}, n={len(self.samples_s)})"
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-serialisable dict; times in seconds."""
-        derived = {name: getattr(self, name) for name in ("median_s", "min_s", "max_s", "spread")}
-        return {"unit": self.unit, "samples_s": list(self.samples_s), **derived}
 
 
 @contextmanager
@@ -153,11 +142,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Candidate:
-    """One system in a comparison.
-
-    If `run` returns a `Work`, `compare` checks it against `work` at every call: an output of another length is then
-    caught while timing.
-    """
+    """One system in a comparison; if `run` returns a `Work`, `compare` checks it against `work` at every call."""
 
     name: str
     run: Callable[[], Any]
@@ -191,12 +176,8 @@ class Ratio:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Ratio:
-        """From a sample for each round."""
+        """Summarise one sample per round."""
         return cls(tuple(samples), median(samples), min(samples), max(samples))
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-serialisable dict."""
-        return {**asdict(self), "samples": list(self.samples)}
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x ({self.min:.2f}–{self.max:.2f}, n={len(self.samples)})"
@@ -222,12 +203,6 @@ class Comparison:
         name_width, time_width = (max(len(row[column]) for row in rows) for column in (0, 1))
         return "\n".join(f"{name:<{name_width}}  {time:<{time_width}}  {ratio}" for name, time, ratio in rows)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-serialisable dict; times in seconds."""
-        latencies = {name: latency.to_json() for name, latency in self.latencies.items()}
-        ratios = {name: ratio.to_json() for name, ratio in self.ratios.items()}
-        return {"reference": self.reference, "work": asdict(self.work), "latencies": latencies, "ratios": ratios}
-
 
 def compare(
     reference: Candidate,
@@ -239,8 +214,8 @@ def compare(
 ) -> Comparison:
     """Time the candidates interleaved, once per round, and divide within each round.
 
-    `synchronize` as in `measure`; `on_sample` is called with a name before its sample. Raises UnequalWorkError before
-    anything runs if the declared works differ, and while timing if a run returns another `Work` than declared.
+    `synchronize` as in `measure`; `on_sample` is called with a name before its sample. Raises UnequalWorkError if the
+    declared works differ, or a run returns another `Work` than declared.
 
     >>> work = Work(batch=1, source_tokens=64, new_tokens=64)
     >>> ours, theirs = Candidate("ours", lambda: work, work), Candidate("theirs", lambda: work, work)

@@ -241,7 +241,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def dev(tmp_path, exported_mini):
     """What the bundled model writes in fp32 to thirty sentences: there it scores 100."""
-    from bench.tasks import rows, source_text
+    from bench.evaluation import rows, source_text
     from t5accel.backends.ort_numpy import OrtNumpy
     from t5accel.decoding.greedy_search import greedy
     from t5accel.tokenization import TokenizerFile, text_to_text

@@ -1,4 +1,4 @@
-"""Tensors that say they are on a GPU, where there is none: host code that touches them without moving them fails."""
+"""Tensors that pretend to be on a GPU: host code that touches them without moving them fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIXES = (torch.Tensor.copy_, torch.Tensor.__getitem__, torch.Tensor.__setitem__
 
 
 class OnCuda(torch.Tensor):
-    """A tensor of the CPU under the name of another device."""
+    """A CPU tensor that names another device."""
 
     held: torch.Tensor
 
@@ -31,7 +31,7 @@ class OnCuda(torch.Tensor):
 
 
 class PretendCuda(TorchFunctionMode):
-    """Within it there is a GPU: tensors made or moved there are `OnCuda`, and do not mix with others."""
+    """A context with a GPU: tensors made or moved there are `OnCuda`, and do not mix with others."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -69,6 +69,7 @@ def check_program(backend: Any, model: Any, ids: np.ndarray, mask: np.ndarray, r
             last = int(rng.integers(1, 5))
             new = rng.integers(3, 300, (len(ids), rows, last))
             logits = backend.step(state, new)
+            assert isinstance(logits, np.ndarray) and logits.dtype == np.float32
             handed_out.append((logits, logits.copy()))
             for source, source_rows in enumerate(histories):
                 for row, history in enumerate(source_rows):

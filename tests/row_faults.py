@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5accel.backends.ort_static import Buffers, OrtStatic
+from t5accel.backends.ort_static import FusedDecoder, KVBuffers
 from t5accel.decoding.backend import PastLengths
 
 
@@ -18,21 +18,21 @@ def stale_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shifted_column(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that moves to the left goes one column too far."""
-    real = OrtStatic._moves
+    real = FusedDecoder._row_copies
 
-    def moves(self: OrtStatic, state: Any, rows: np.ndarray, first: int, shift: int = 0) -> list[Any]:
+    def moves(self: FusedDecoder, state: Any, rows: np.ndarray, first: int, shift: int = 0) -> list[Any]:
         found = real(self, state, rows, first, shift)
         return [(array, where, np.roll(new, -1, axis=3)) for array, where, new in found] if shift else found
 
-    monkeypatch.setattr(OrtStatic, "_moves", moves)
+    monkeypatch.setattr(FusedDecoder, "_row_copies", moves)
 
 
 def cross_row_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that takes another's place reads the other's source."""
-    real = Buffers.settle
+    real = KVBuffers.flush
 
-    def settle(self: Buffers) -> None:
-        self.moves = [move for move in self.moves if move[0].ndim == 5]
+    def flush(self: KVBuffers) -> None:
+        self.pending_copies = [move for move in self.pending_copies if move[0].ndim == 5]
         real(self)
 
-    monkeypatch.setattr(Buffers, "settle", settle)
+    monkeypatch.setattr(KVBuffers, "flush", flush)

@@ -1,8 +1,9 @@
-"""The commands that make the bundled model, ``python -m training COMMAND``: parse, call, print."""
+"""Commands that make the bundled model: ``python -m training COMMAND``."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -67,9 +68,8 @@ def held_out(
     from json import dumps
 
     from t5accel.api import open_backend
-    from t5accel.backends.model_defaults import by_defaults
     from t5accel.models.load import require_tokenizer
-    from t5accel.tokenization import text_to_text
+    from t5accel.tokenization import generate_texts
     from training.pairs import read_pairs
     from training.train import held_out_quality
 
@@ -77,7 +77,7 @@ def held_out(
     require_tokenizer(model)
     status(f"Loading {model} …")
     backend, tokenizer, what = open_backend(model, threads=threads)
-    generate = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=64, num_beams=1))
+    generate = partial(generate_texts, backend, tokenizer, num_beams=1)
     found = held_out_quality(generate, pairs)
     for part, score in zip(("all", "9-20 words"), found, strict=True):
         if score:
@@ -85,7 +85,7 @@ def held_out(
             typer.echo(f"held-out     {part:11s} {score.sentences:4d}  {scores}")
     if json:
         names = ("held_out", "held_out_long")
-        scores = {name: score and score.to_json() for name, score in zip(names, found, strict=True)}
+        scores = {name: score and asdict(score) for name, score in zip(names, found, strict=True)}
         json.parent.mkdir(parents=True, exist_ok=True)
         document = {"model": model, "runs_on": what, **scores}
         json.write_text(dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the bundled models are trained on: three tasks and their exercises, and the curricula that mix them."""
+"""Training tasks of the bundled models, and the curricula that mix them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from bench.tasks import NAMES, rows, source_text
+from bench.evaluation import NAMES, rows, source_text
 from t5accel.distillation.batches import Draw, Example, Mixture, Part, Phase
 from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE
 from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
 from training.exercises import (
     common_words,
-    finding_example,
     matching_example,
     recall_example,
     repetition_example,
@@ -164,9 +163,9 @@ def crowd_example(rng: random.Random) -> Example:
     return _asked(make_crowd(rng))
 
 
-def composed_question_example(rng: random.Random, *, short: bool = False) -> Example:
+def composed_question_example(rng: random.Random) -> Example:
     """A question on a story whose topic was composed; its first answer, or "unanswerable"."""
-    return _asked(make_composed_question(rng, short=short))
+    return _asked(make_composed_question(rng))
 
 
 def _asked(question: Question) -> Example:
@@ -177,10 +176,8 @@ def _asked(question: Question) -> Example:
 def mini_examples(pairs: tuple[Pair, ...] = (), *, joined_share: float = 0.08) -> dict[str, Draw]:
     """By task and exercise, a function that draws an example.
 
-    Args:
-        pairs: English and French; only translation and the exercises in words need any. Long ones and those with rare
-            words come more often, and half of the English is in British spelling.
-        joined_share: of translations that are made of several pairs.
+    Only translation and the exercises in words need ``pairs``. Long ones and those with rare words come more often, and
+    half of the English is in British spelling; ``joined_share`` of the translations join several pairs.
 
     >>> draw = mini_examples((("Go!", "Va !"),))
     >>> draw["translation"](random.Random(0))
@@ -204,41 +201,28 @@ def mini_examples(pairs: tuple[Pair, ...] = (), *, joined_share: float = 0.08) -
         "short questions": lambda rng: question_example(rng, short=True),
         "crowds": crowd_example,
         "composed questions": composed_question_example,
-        "short composed questions": lambda rng: composed_question_example(rng, short=True),
         "composed crowds": lambda rng: _asked(make_composed_crowd(rng)),
         "repetition": lambda rng: repetition_example(pairs, rng),
         "matching": lambda rng: matching_example(pairs, rng),
-        "finding": finding_example,
         "near recall": lambda rng: recall_example(words(), rng, distance=2),
         "recall": lambda rng: recall_example(words(), rng, distance=8),
     }
 
 
 def mini_mixture(pairs: tuple[Pair, ...], curriculum: tuple[Phase, ...] = CURRICULUM) -> Mixture:
-    """The bundled model's training mixture from pairs; the evaluation sets are left out."""
+    """Training mixture of the bundled model, without the evaluation sets."""
     return Mixture(mini_examples(pairs), curriculum, evaluation_sources())
 
 
 def student_mixture(pairs_file: str | Path, *, held_out: int = 1000) -> tuple[Mixture, list[Example]]:
-    """What the bundled students are trained on, and the translations that are held out, for the validation loss.
-
-    Args:
-        pairs_file: the file that the bundled model was trained on.
-        held_out: English sentences that no model is trained on.
-
-    Raises:
-        InputError: as `pairs.read_pairs`.
-    """
+    """Training mixture of the bundled students, and held-out translations for the validation loss."""
     split = split_pairs(read_pairs(pairs_file), held_out)
     held_out_pairs = [(TRANSLATE + english, references[0]) for english, references in split.held_out]
     return mini_mixture(split.train, STUDENTS_MIXTURE), held_out_pairs
 
 
 def draw_sources(mixture: Mixture, count: int, seed: int) -> list[tuple[str, str]]:
-    """``count`` tasks and sources, drawn as training draws them and without repetition; none is an evaluation source.
-
-    Raises:
-        InputError: there are not so many different ones.
+    """Draw ``count`` different tasks and sources as training does, without evaluation sources.
 
     >>> found = draw_sources(mini_mixture((("Stay here.", "Reste ici."), ("Come in!", "Entre !"))), 8, seed=0)
     >>> len(found), len(set(found))
@@ -253,4 +237,4 @@ def draw_sources(mixture: Mixture, count: int, seed: int) -> list[tuple[str, str
         text = mixture.examples[task](rng)[0]
         if text not in mixture.forbidden:
             found[task, text] = None
-    raise InputError(f"Of {count} different sources only {len(found)} were found: ask for fewer, or give more pairs.")
+    raise InputError(f"Of {count} different sources only {len(found)} were found. Ask for fewer, or give more pairs.")

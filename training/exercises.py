@@ -1,9 +1,7 @@
-"""Practice: small made-up tasks that no model is scored on, because they teach what the real tasks need.
+"""Auxiliary tasks that teach copying and recall; no model is scored on them.
 
 A question on a story asks *whose* something is. Two or three candidates punish a wrong guess too little to teach that,
-and where the owner stands some words away from what is asked for, nothing at all is learned for thousands of steps. So
-there are exercises in repeating words, in telling whose what is, in recalling one of two things that stand close
-together, then ever further apart, and in finding the sentence that holds a word, as summaries do.
+and where owner and thing stand some words apart, nothing is learned for thousands of steps.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ from collections.abc import Iterable, Sequence
 from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE
 from training.pairs import Pair
-from training.texts.composed_reports import make_composed_report
 from training.texts.stories import some_names
 
 Example = tuple[str, str]
 
-REPEAT, MATCH, FIND = "repeat: ", "match: ", "find: "
+REPEAT, MATCH = "repeat: ", "match: "
 _FORMS = ("{} has {}.", "{} got {}.", "{} is {}.", "The {} was {}.", "In {}, {}.", "{} was in {}.", "The {} of {}.")
 _SYLLABLES = [
     c + v for c in "b c d f g h j k l m n p r s t v w z br cr dr gr st".split() for v in "a e i o u en ar".split()
@@ -40,17 +37,15 @@ _ASKED = (
 
 
 def common_words(pairs: Iterable[Pair], count: int = 4000) -> tuple[str, ...]:
-    """The ``count`` most common words of more than two letters, the most common first, without fillers.
+    """The ``count`` most common words of more than two letters, without fillers; at least twelve.
 
     >>> common_words([("One sad cat saw six big red dogs run far off, far, far!", "Adieu, mes amis !")])[:3]
     ('far', 'One', 'sad')
-
-    Raises ``InputError`` where fewer than twelve are left: `recall_example` draws as many.
     """
     words = (word.strip('.,!?;:"«»') for pair in pairs for text in pair for word in text.split())
     counted = Counter(word for word in words if len(word) > 2 and word.isalpha() and word not in _FILLERS)
     if len(counted) < 12:
-        raise InputError(f"The pairs have {len(counted)} words of more than two letters; give pairs with 12 at least.")
+        raise InputError(f"pairs must have at least 12 words of more than two letters, got {len(counted)}.")
     return tuple(word for word, _ in counted.most_common(count))
 
 
@@ -65,17 +60,13 @@ def _word(pairs: Sequence[Pair], rng: random.Random) -> str:
 
 
 def repetition_example(pairs: Sequence[Pair], rng: random.Random) -> Example:
-    """Words to be repeated: practice in copying.
-
-    >>> repetition_example([("Stay here.", "Reste ici.")], random.Random(8))
-    ('repeat: Stay Hama Kutucawen Reste', 'Stay Hama Kutucawen Reste')
-    """
+    """Words to repeat: practice in copying."""
     text = " ".join(_word(pairs, rng) for _ in range(rng.randint(1, 8)))
     return REPEAT + text, text
 
 
 def matching_example(pairs: Sequence[Pair], rng: random.Random) -> Example:
-    """Owners and what is theirs, to be told for some of the owners: practice in whose what is.
+    """Owners and their things; the answer names the things of some owners.
 
     >>> matching_example([("Stay here.", "Reste ici.")], random.Random(1))
     ('match: Zenca in: In Migi, ici. In Zenca, 399. In Grufen, 31.', '399')
@@ -90,13 +81,10 @@ def matching_example(pairs: Sequence[Pair], rng: random.Random) -> Example:
 
 
 def recall_example(words: Sequence[str], rng: random.Random, *, distance: int) -> Example:
-    """Two to five clauses of one form, each with a name and a thing; one is to be told by the other.
+    """Two to five clauses, each with a name and a thing of ``words``; one asks for the other.
 
-    One in ten asks for what no clause has: that is "unanswerable".
-
-    Args:
-        words: what the things are drawn from; `common_words`.
-        distance: up to so many other words stand between a name and its thing; few are more common than many.
+    Up to ``distance`` words stand between a name and its thing, few more often than many. One question in ten has no
+    answer: "unanswerable".
 
     >>> recall_example("dog red tea ici hier cat hat vin sel six dix pas".split(), random.Random(6), distance=2)
     ('match: Petra Mordez context: went Hiro Tamsky sold hier. went Petra Mordez sold vin.', 'vin')
@@ -120,18 +108,3 @@ def recall_example(words: Sequence[str], rng: random.Random, *, distance: int) -
     if i == count:
         answer = UNANSWERABLE
     return rng.choice(_ASKED).format(asked) + " " + " ".join(clauses), answer
-
-
-def finding_example(rng: random.Random) -> Example:
-    """The one sentence of a report that holds a word: practice in finding, and in copying whole sentences.
-
-    >>> source, target = finding_example(random.Random(1))
-    >>> source.startswith("find: "), target in source, source.split()[1] in target
-    (True, True, True)
-    """
-    sentences = make_composed_report(rng).source.removesuffix(".").split(". ")
-    words = [dict.fromkeys(sentence.replace(",", "").split()) for sentence in sentences]
-    counted = Counter(word for found in words for word in found)
-    asked = rng.choice([word for word in counted if counted[word] == 1])
-    (sentence,) = (sentence for sentence, found in zip(sentences, words, strict=True) if asked in found)
-    return f"{FIND}{asked} context: {'. '.join(sentences)}.", f"{sentence}."

@@ -24,8 +24,8 @@ def grow_model(
 ) -> PreTrainedModel:  # fmt: skip
     """Copy ``start`` to an fp32 model with more encoder layers and the vocabulary of ``new``.
 
-    New layers are spread evenly, one of them last. A new piece gets the mean embedding of those into which ``old``,
-    a Unigram tokenizer, splits it. Raises ``InputError`` for fewer layers, or fewer embeddings than pieces.
+    New layers are spread evenly, one of them last. A new piece gets the mean embedding of the pieces into which
+    ``old``, a Unigram tokenizer, splits it.
 
     >>> from t5accel.models.load import load_model
     >>> model, tokenizer = load_model("mini")
@@ -35,8 +35,8 @@ def grow_model(
     before = start.config.num_layers
     if num_layers < before or vocab_size < len(new):
         raise InputError(
-            f"num_layers is {num_layers} and vocab_size {vocab_size}; give at least {before} layers, as the model has, "
-            f"and {len(new)} pieces, as the tokenizer has."
+            f"num_layers must be at least the model's {before} and vocab_size the tokenizer's {len(new)}, got "
+            f"{num_layers} and {vocab_size}."
         )
     config = copy.deepcopy(start.config)
     config.num_layers, config.vocab_size = num_layers, vocab_size

@@ -1,8 +1,8 @@
-"""Fine-tune a model while its weights are rounded as a recipe rounds them, so that it learns to live with that.
+"""Quantisation-aware fine-tuning: train a model on weights rounded as a recipe rounds them.
 
-The forward pass uses the rounded weights; the backward pass leaves the rounding out, as if it were the identity: the
-straight-through estimator (Bengio, Léonard and Courville, 2013). What is trained stays in floats, and is rounded for
-good by `precision.gate` afterwards. What is multiplied by the weights is not rounded here.
+The backward pass takes the rounding for the identity: the straight-through estimator (Bengio, Léonard and Courville,
+2013). Weights are rounded for good by `precision.gate` afterwards; activations are not rounded here. A recorded run
+belongs in `data/results/quantization-aware.json`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from t5accel.distillation.optimizer import new_optimizers, optimizer_step
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_model
 from t5accel.models.load import load_model
-from t5accel.precision.gate import quantize_export
+from t5accel.precision.convert import quantize_export
 from t5accel.precision.integers import quantize_blocks
 from t5accel.precision.recipes import EMBEDDING, Recipe, Scheme, as_recipe, group_of
 from training.curriculum import FOURTH_CURRICULUM, mini_mixture
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 class Rounded(torch.nn.Module):
     """A weight (N, K) as a recipe stores it, with the gradient of the weight itself.
 
-    In blocks, each block keeps the share of its largest weight that it had at first (`integers.quantize_blocks` looks
-    for the best one of several): searching again at every step would take longer than the step.
-
     >>> weight = torch.tensor([[-8.0, 7.0, 0.6, 0.0]], requires_grad=True)
     >>> found = Rounded(weight, Scheme(bits=4, block_size=16))(weight)
     >>> found.sum().backward()
@@ -53,6 +50,8 @@ class Rounded(torch.nn.Module):
         super().__init__()
         self.scheme = scheme
         if scheme.method == "weight-only":
+            # Each block keeps the share of its largest weight that `quantize_blocks` finds best at first: searching
+            # again at every step would take longer than the step.
             scales = quantize_blocks(weight.detach().float().cpu().numpy(), scheme.bits, scheme.block_size).scales
             reached = self._reaching(self._in_blocks(weight.detach()))
             share = torch.from_numpy(scales)[:, :, None].to(reached) / torch.where(reached == 0, 1, reached)
@@ -86,9 +85,7 @@ class Rounded(torch.nn.Module):
 
 @contextmanager
 def rounded_weights(model: PreTrainedModel, recipe: Recipe | str) -> Iterator[None]:
-    """In the ``with`` block the model computes with rounded weights; after it, with its own, as trained meanwhile.
-
-    Raises ``InputError`` if the recipe has no integers.
+    """Let the model compute with rounded weights inside the ``with`` block.
 
     >>> from t5accel.models.random_init import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
@@ -101,18 +98,15 @@ def rounded_weights(model: PreTrainedModel, recipe: Recipe | str) -> Iterator[No
     """
     recipe = as_recipe(recipe)
     if not recipe.integers:
-        raise InputError(f"Recipe {recipe.name} has no integers: there is nothing to round.")
-    changed = []
-    for name, module in model.named_modules():
-        scheme = _scheme(name, module, recipe)
-        if scheme is not None:
-            changed.append((module, Rounded(module.weight, scheme)))
-    for module, rounding in changed:
-        parametrize.register_parametrization(module, "weight", rounding)
+        raise InputError(f"recipe must have integers, got {recipe.name}.")
+    schemes = {module: _scheme(name, module, recipe) for name, module in model.named_modules()}
+    rounding = {module: Rounded(module.weight, scheme) for module, scheme in schemes.items() if scheme is not None}
+    for module, rounded in rounding.items():
+        parametrize.register_parametrization(module, "weight", rounded)
     try:
         yield
     finally:
-        for module, _ in changed:
+        for module in rounding:
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
 
 
@@ -126,19 +120,10 @@ def fine_tune(
     smoothing: float = 0.1,
     on_step: Callable[[float], None] | None = None,
 ) -> None:
-    """Train a model in place for some steps, its weights rounded by a recipe; the rate falls to zero over the steps.
+    """Train a model in place with weights rounded by a recipe, at a rate that falls to zero.
 
-    Args:
-        model: on the device of its choice; left in evaluation mode.
-        recipe: with integers; ``None``: the same steps without rounding, to compare with.
-        batches: of each step, as `batches.steps_from` yields them.
-        steps: how many.
-        learning_rate: AdamW's, at the start.
-        smoothing: of the labels.
-        on_step: gets the loss of each, in nats per token.
-
-    Raises:
-        InputError: the recipe has no integers.
+    Without a recipe nothing is rounded. ``batches`` are those of `steps_from`; ``on_step`` gets each loss, in nats per
+    token.
     """
     model.train()
     optimizers = new_optimizers(model, learning_rate=learning_rate, matrix_learning_rate=None)
@@ -157,7 +142,7 @@ def fine_tune(
 
 
 def _scheme(name: str, module: torch.nn.Module, recipe: Recipe) -> Scheme | None:
-    """That of a module's weight, as `precision.integer_graphs` would store it."""
+    """That of a module's weight, as `precision.integers` would store it."""
     if isinstance(module, torch.nn.Embedding) and (name == "shared" or name.endswith("embed_tokens")):
         return recipe.scheme(EMBEDDING, "decoder")
     group = group_of(f"{name}.weight") if isinstance(module, torch.nn.Linear) else None
@@ -168,12 +153,8 @@ def _scheme(name: str, module: torch.nn.Module, recipe: Recipe) -> Scheme | None
     return recipe.scheme(group, "encoder" if in_encoder else "decoder")
 
 
-# Fine-tune the bundled model with rounded weights, and without as a control, and score both in integers.
-# `data/results/quantization-aware.json` is where a recorded run belongs.
-
-
 def rows_of(trained: str, steps: int, model: Any, tokenizer: Any, recipe: Any) -> list[Row]:
-    """Text scores of a model in fp32 and by the recipe; ``trained`` says how."""
+    """Text scores of a model in fp32 and by the recipe."""
     score = text_quality()
     about = {"measured": "quality", "system": trained, "model": "mini", "steps": steps}
     with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +164,7 @@ def rows_of(trained: str, steps: int, model: Any, tokenizer: Any, recipe: Any) -
 
 
 def train(rounding: Any, folder: Path, args: argparse.Namespace) -> None:
-    """Fine-tune the bundled model, unless that is done already."""
+    """Fine-tune the bundled model, unless it is finished."""
     if (folder / "config.json").is_file():
         return
     model, tokenizer = load_model("mini")
@@ -202,7 +183,7 @@ def train(rounding: Any, folder: Path, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train twice what is not trained yet; then score both, and the model as it was."""
+    """Fine-tune with rounded weights and without; then score both, and the model as it was."""
     parser = argparse.ArgumentParser(description="Fine-tune with rounded weights, and without, and compare.")
     parser.add_argument("pairs", type=Path, help="the file of training pairs")
     parser.add_argument("--out", type=Path, required=True, help="folder for the fine-tuned models")

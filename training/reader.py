@@ -1,11 +1,10 @@
 """Train the bundled reader: a small BERT that answers questions on a story by a span of it, or abstains.
 
-It learns from T5's own exercises and stories (`mixture`), whose answers stand in the texts letter by letter: recalling
-one of two things that stand close together, then further apart, then whose fact a question asks for. An answer that
-occurs several times may be found anywhere: the loss is that of all its places together (Clark and Gardner 2018).
+    python -m training.reader --out build/reader            # minutes on two cores; goes on after an interruption
+    python -m training.reader --out build/reader-pruned --prune
 
-Some of its heads begin as those of trained models end up (Trockman and Kolter 2023, "Mimetic Initialization of
-Self-Attention Layers"): a few look at words before and behind, others at the same word elsewhere.
+It learns from T5's exercises and stories, whose answers stand in the texts letter by letter. An answer that occurs
+several times may be found anywhere: the loss is that of all its places together (Clark and Gardner 2018).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from bench import evaluation as quality
+from bench import evaluation
 from bench.bert.model import READER, load_bert, threshold_of
 from bench.bert.pruning import Pruning, attach, close, closing, removed
 from bench.bert.spans import (
@@ -40,19 +39,9 @@ from bench.bert.spans import (
     torch_run,
 )
 from t5accel import machine
-from t5accel.distillation.batches import (
-    Batch,
-    Encode,
-    Example,
-    Mixture,
-    Part,
-    Phase,
-    TaskBatch,
-    encode_and_pack,
-    steps_from,
-)
-from t5accel.distillation.checkpointing import require_device, run_steps
-from t5accel.distillation.optimizer import learning_rate_factor, optimizer_step, padded
+from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Part, Phase, encode_and_pack
+from t5accel.distillation.checkpointing import require_device, run_training
+from t5accel.distillation.optimizer import learning_rate_factor, padded
 from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE, f1
 from t5accel.models.load import load_pretrained
@@ -96,7 +85,7 @@ class ReaderConfig:
     pruning: Pruning | None = None  # what is masked while a finished reader trains on
 
     def factor(self, step: int) -> float:
-        """What multiplies the peak learning rates at ``step``."""
+        """Multiplier of the peak learning rates at ``step``."""
         return learning_rate_factor(step, self.steps, warmup_steps=self.warmup_steps, decay_share=self.decay_share)
 
 
@@ -104,7 +93,7 @@ PRUNED = ReaderConfig(steps=200, learning_rate=1e-3, matrix_learning_rate=2e-3, 
 
 
 def train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """BERT's own kind of tokenizer, without capitals: WordPiece, and ``[CLS] question [SEP] text [SEP]``.
+    """Train an uncased WordPiece tokenizer of ``[CLS] question [SEP] text [SEP]``.
 
     >>> tokenizer = train_wordpiece(["Who came?", "Ann came at noon."] * 9, 60)
     >>> tokenizer.convert_ids_to_tokens(tokenizer("Who?", "Ann.").input_ids)
@@ -126,7 +115,7 @@ def train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerBas
 
 
 def new_reader(config: ReaderConfig) -> PreTrainedModel:
-    """A freshly initialised ``BertForQuestionAnswering`` of the configured size.
+    """A new ``BertForQuestionAnswering`` of the configured size.
 
     >>> round(new_reader(ReaderConfig()).num_parameters() / 1e6, 1)
     1.4
@@ -149,13 +138,13 @@ def new_reader(config: ReaderConfig) -> PreTrainedModel:
 
 @torch.no_grad()
 def init_heads(model: PreTrainedModel) -> None:
-    """Let heads begin where they would be led: at the words around, and at the same word elsewhere.
+    """Let heads begin as those of trained models end up: at the words around, and at the same word elsewhere.
 
-    Positions are sinusoids in the last quarter of the numbers of a token, words are drawn into the others; all are as
-    large as T5's embeddings, beside which a step of AdamW is small. Turning the sinusoids of a query by some positions
-    makes a head look so far away; a query and a key that are the same drawn projection of the words make it look at the
-    same word.
+    After Trockman and Kolter (2023), "Mimetic Initialization of Self-Attention Layers".
     """
+    # Positions are sinusoids in the last quarter of a token's numbers, words are drawn into the others; all are as
+    # large as T5's embeddings, beside which a step of AdamW is small. A query whose sinusoids are turned by some
+    # positions looks that far away; a query and a key that are the same projection of the words look at the same word.
     config, bert = model.config, model.bert
     width, size = config.hidden_size, config.hidden_size // config.num_attention_heads
     waves = width // 8
@@ -193,7 +182,7 @@ def init_heads(model: PreTrainedModel) -> None:
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encode:
-    """Token ids of texts: of an exercise's source as a pair, of an answer bare."""
+    """A function to token ids: an exercise's source as a pair, an answer without special tokens."""
 
     def encode(texts: list[str]) -> list[list[int]]:
         parts = [text.split(CONTEXT, 1) for text in texts]
@@ -206,7 +195,7 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encode:
 
 
 class Labels:
-    """Where answers stand, by token ids: WordPiece never joins two words, so an answer's tokens are its text's."""
+    """Finds answers by their token ids: WordPiece joins no two words, so an answer's tokens are its text's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.abstain = tokenizer(UNANSWERABLE, add_special_tokens=False)["input_ids"]
@@ -215,7 +204,7 @@ class Labels:
         self.inside = {number for piece, number in vocabulary.items() if piece.startswith("##")}
 
     def places(self, source: list[int], target: list[int]) -> list[tuple[int, int]]:
-        """First and last token of every place where the answer stands; (0, 0) where there is none."""
+        """First and last token of every place of the answer; (0, 0) without an answer."""
         if target == self.abstain:
             return [(0, 0)]
         begin, length = source.index(self.separator) + 1, len(target)
@@ -230,7 +219,7 @@ class Labels:
 
 
 def tensors(batch: Batch, labels: Labels) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """What a BERT is given for a batch, and where answers may start and end: (B, S) bool each."""
+    """Inputs of a BERT for a batch, and where answers may start and end: (B, S) bool each."""
     sources, targets = batch
     ids = padded(sources, 0)
     begins = torch.tensor([source.index(labels.separator) + 1 for source in sources])
@@ -245,7 +234,7 @@ def tensors(batch: Batch, labels: Labels) -> tuple[dict[str, torch.Tensor], torc
 
 
 def span_loss(model: PreTrainedModel, batch: Batch, labels: Labels) -> tuple[torch.Tensor, int]:
-    """Summed over a batch, in nats: minus the log of what all right places together are given; and how many rows."""
+    """Minus the log probability of all right places together, in nats summed over a batch, and its rows."""
     device = next(model.parameters()).device
     inputs, starts, ends = tensors(batch, labels)
     with torch.autocast(device.type, torch.bfloat16):
@@ -260,16 +249,15 @@ def span_loss(model: PreTrainedModel, batch: Batch, labels: Labels) -> tuple[tor
 
 
 def optimizers_of(model: PreTrainedModel, config: ReaderConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for all else; as in `distillation.optimizer`.
-
-    Positions stay as they are: each would be trained on its own, and a head that looks one word back needs all of them
-    to turn alike. Where they were trained, what such a head gave the word before fell from 44 to 15% in 261 steps.
-    """
+    """Muon for the matrices inside the layers, AdamW for all else; positions stay fixed."""
+    # Each position would be trained alone, and a head that looks one word back needs all of them to turn alike: where
+    # they were trained, its attention to the word before fell from 44 to 15% in 261 steps.
     model.bert.embeddings.position_embeddings.weight.requires_grad_(False)
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    named = [(name, p) for name, p in trained if not name.endswith("factor")]  # of `Mask`
-    inside = [p for name, p in named if p.ndim == 2 and ".layer." in name]
-    rest = [p for name, p in named if not (p.ndim == 2 and ".layer." in name)]
+    inside: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not name.endswith("factor"):  # of `Mask`
+            (inside if parameter.ndim == 2 and ".layer." in name else rest).append(parameter)
     found: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(rest, lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01),
         torch.optim.Muon(inside, lr=config.matrix_learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
@@ -281,14 +269,14 @@ def optimizers_of(model: PreTrainedModel, config: ReaderConfig) -> list[torch.op
 
 
 def reader_mixture(curriculum: tuple[Phase, ...] = CURRICULUM) -> Mixture:
-    """What the reader is trained on; the evaluation sets are left out."""
+    """Training mixture of the reader, without the evaluation sets."""
     rng = random.Random("words")
     told = tuple((composed_question_example(rng)[0], "") for _ in range(1500))  # for the words in the exercises
     return Mixture(mini_examples(told), curriculum, evaluation_sources())
 
 
 def draw_questions(count: int, seed: str) -> list[Example]:
-    """Questions of seen templates with their answers, none of which is in the evaluation sets."""
+    """Questions of seen templates with answers, outside the evaluation sets."""
     rng, forbidden = random.Random(seed), evaluation_sources()
     return [example for example in (question_example(rng) for _ in range(count)) if example[0] not in forbidden]
 
@@ -296,7 +284,7 @@ def draw_questions(count: int, seed: str) -> list[Example]:
 def make_loss_validator(
     tokenizer: PreTrainedTokenizerBase, count: int = 256
 ) -> Callable[[PreTrainedModel], dict[str, float]]:
-    """A function from a model to its loss on stories that it is not trained on, as `run_steps` wants it."""
+    """A function from a model to its loss on stories that it is not trained on."""
     labels = Labels(tokenizer)
     batches = encode_and_pack(draw_questions(count, "validation"), encoder_of(tokenizer), 6000)
 
@@ -310,7 +298,7 @@ def make_loss_validator(
 
 
 def choose_threshold(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, count: int = 1000) -> float:
-    """By how much no answer has to score higher for the best F1, on stories drawn for this alone."""
+    """Lead that "no answer" needs for the best F1, on stories drawn for this alone."""
     told, run = draw_questions(count, "threshold"), torch_run(model.eval())
     differences, scores = [], []
     for begin in range(0, len(told), 32):
@@ -325,15 +313,7 @@ def choose_threshold(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 
 def train_reader(folder: Path, config: ReaderConfig, *, mixture: Mixture | None = None, device: str = "cpu") -> Path:
-    """Vocabulary, training, threshold: ``folder/model`` in fp16; interrupted, the same call goes on.
-
-    Args:
-        folder: also for ``checkpoint.pt``, ``stable.pt`` and ``log.jsonl``.
-        mixture: what is trained on, in place of `reader_mixture`.
-
-    Raises:
-        InputError: the checkpoint was made with another configuration, or the device is not there.
-    """
+    """Train vocabulary, model and threshold; returns ``folder/model``, in fp16. A checkpoint is continued from."""
     from transformers import AutoTokenizer
 
     require_device(device)
@@ -352,12 +332,9 @@ def prune_reader(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: ReaderConfig, *,
     mixture: Mixture | None = None, device: str = "cpu",
 ) -> Path:  # fmt: skip
-    """Train a copy of a reader on while ever more of it is masked, and save what is left: ``folder/model``.
-
-    Raises ``InputError`` as `train_reader`, or where the configuration says nothing of pruning.
-    """
+    """Train a copy of a reader while more and more of it is masked; save the smaller model to ``folder/model``."""
     if config.pruning is None:
-        raise InputError("The configuration has no pruning: say what shall be masked.")
+        raise InputError("config must have a pruning, got None.")
     require_device(device)
     whole = copy.deepcopy(model).to(device)
     masks = attach(whole, config.pruning)
@@ -372,22 +349,29 @@ def prune_reader(
 
 
 def _train(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: ReaderConfig, mixture: Mixture,
-    device: str, before_step: Callable[[int], None] = lambda step: None,
-) -> None:  # fmt: skip
-    labels, optimizers = Labels(tokenizer), optimizers_of(model.train(), config)
-
-    def update(step: int, batches: list[TaskBatch]) -> float:
-        before_step(step)
-        weights = mixture.phase(step).weights(batches)
-        return optimizer_step(model, optimizers, batches, weights, factor=config.factor(step),
-                              loss_of=lambda batch: span_loss(model, batch[1], labels))  # fmt: skip
-
-    run_steps(
-        folder, config, model, optimizers, update=update, validate=partial(make_loss_validator(tokenizer), model),
-        batches_from=lambda step: steps_from(mixture, encoder_of(tokenizer), config.seed, step),
-        device=device, validate_every=100, save_every=100,
-    )  # fmt: skip
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    config: ReaderConfig,
+    mixture: Mixture,
+    device: str,
+    before_step: Callable[[int], None] | None = None,
+) -> None:
+    labels = Labels(tokenizer)
+    run_training(
+        folder,
+        config,
+        model,
+        optimizers_of(model.train(), config),
+        mixture,
+        encoder_of(tokenizer),
+        loss_of=lambda batch: span_loss(model, batch[1], labels),
+        validate=partial(make_loss_validator(tokenizer), model),
+        before_step=before_step,
+        device=device,
+        validate_every=100,
+        save_every=100,
+    )
 
 
 def save_reader(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
@@ -401,15 +385,8 @@ def save_reader(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     return folder
 
 
-# Train the bundled reader, a small BERT that answers questions by spans, and a pruned one from it.
-#     python -m training.reader --out build/reader
-#     python -m training.reader --out build/reader-pruned --prune
-# Both need nothing but the generated stories, take minutes on two cores, and go on where they were interrupted. The
-# model is written to ``OUT/model``; what the bundled one scores is in `data/mini-bert/README.md`.
-
-
 def main() -> None:
-    """Train, and say what the result scores."""
+    """Train or prune a reader and score it."""
     parser = argparse.ArgumentParser(description="Train the bundled reader, or prune it.")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, log and the finished model")
     parser.add_argument("--prune", action="store_true", help="train a copy of --start on, while parts are removed")
@@ -427,7 +404,9 @@ def main() -> None:
         folder = train_reader(args.out, config, device=args.device)
     model, tokenizer = load_bert(folder)
     print(f"Wrote {folder}")
-    print(quality.evaluate(answerer(tokenizer, torch_run(model), threshold=threshold_of(model)), names=["questions"]))
+    print(
+        evaluation.evaluate(answerer(tokenizer, torch_run(model), threshold=threshold_of(model)), names=["questions"])
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import copy
 import json
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,12 @@ import torch
 
 from bench.figures import plot_losses
 from bench.results import Row, scores, write_rows
-from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Phase, TaskBatch, encode_and_pack, steps_from
-from t5accel.distillation.checkpointing import require_device, run_steps
+from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Phase, TaskBatch, encode_and_pack
+from t5accel.distillation.checkpointing import require_device, run_training
 from t5accel.distillation.optimizer import (
     batch_loss,
     learning_rate_factor,
     new_optimizers,
-    optimizer_step,
     set_dropout,
     use_pooled_dropout,
     validation_losses,
@@ -56,9 +55,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# Score a model on held-out translation pairs: sentences that training never saw, with all their references.
-
-
 @dataclass(frozen=True)
 class HeldOutQuality:
     """Corpus BLEU and chrF (0–100) over the held-out English sentences."""
@@ -68,22 +64,13 @@ class HeldOutQuality:
     bleu: float
     chrf: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers, ready for ``json.dump``."""
-        return asdict(self)
-
 
 def held_out_quality(
     generate: Callable[[list[str]], list[str]], pairs_file: str | Path, *, held_out: int = 1000, batch_size: int = 64
 ) -> tuple[HeldOutQuality, HeldOutQuality | None]:
-    """Translate what `pairs.split_pairs` keeps out of training, and score it: sentences of any length, and long ones.
+    """Translate and score the sentences that `split_pairs` keeps out of training: of any length, and long ones.
 
-    Args:
-        generate: from texts with T5's prefix to translations.
-        pairs_file: the file that the model was trained on; the second score is ``None`` if it has no long sentences.
-
-    Raises:
-        InputError: as `pairs.read_pairs`.
+    The second score is ``None`` if ``pairs_file``, on which the model was trained, has no long sentences.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".tsv", delete=False) as file:
@@ -109,70 +96,9 @@ def _scored(generate: Callable[[list[str]], list[str]], rows: HeldOut, batch_siz
     )
 
 
-# Record how the bundled model was trained: the losses of all stages, its quality, and the picture of its card.
-# The logs are `log.jsonl` of the folders that `python -m training train` wrote, in order; the quality is what `python
-# -m bench evaluate --json` and `python -m training held-out --json` wrote. The record belongs in
-# `data/results/training-mini.json`.
-
-
-COMMAND = (
-    "python -m training train --pairs tatoeba-eng-fra.tsv --out build/mini --steps 9000; "
-    "python -m training train --pairs tatoeba-eng-fra.tsv --stage 2 --start build/mini/model --out build/mini-2; "
-    "python -m training train --pairs tatoeba-eng-fra-2019.tsv --stage 3 "
-    "--start build/mini-2/model --out build/mini-3; "
-    "python -m training train --pairs tatoeba-eng-fra-2019.tsv --stage 4 "
-    "--start build/mini-3/model --out build/mini-4; "
-    "python -m training held-out --model mini --pairs tatoeba-eng-fra-2019.tsv"
-)
-
-
-def join_logs(logs: list[Path]) -> list[Row]:
-    """The rows of all stages, their steps counted on from stage to stage."""
-    rows, before = [], 0
-    for stage, log in enumerate(logs, 1):
-        for line in log.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            rows.append({"measured": "training", "model": "mini", **row, "step": before + row["step"], "stage": stage})
-        before = rows[-1]["step"]
-    return rows
-
-
-def quality_rows(report: dict[str, Any]) -> list[Row]:
-    """The scores on the bundled sets, and those on held-out sentences, of any length and long."""
-    about = {"measured": "quality", "model": report["model"], "precision": "fp32"}
-    rows = [{**about, **scores(report)}]
-    for task, name in (("held-out translation", "held_out"), ("held-out long translation", "held_out_long")):
-        if kept_out := report.get(name):
-            rows.append({**about, "task": task, "texts": kept_out["sentences"], "bleu": kept_out["bleu"],
-                         "chrf": kept_out["chrf"], "settings": {"references": kept_out["references"]}})  # fmt: skip
-    return rows
-
-
-def main() -> None:
-    """Join, write and draw."""
-    parser = argparse.ArgumentParser(description="Record how the bundled model was trained.")
-    parser.add_argument("logs", type=Path, nargs="+", help="log.jsonl of every stage, in order")
-    parser.add_argument("--quality", type=Path, required=True, help="what `python -m bench evaluate --json` wrote")
-    parser.add_argument("--held-out", type=Path, required=True, help="what `python -m training held-out --json` wrote")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--plot", type=Path, required=True)
-    args = parser.parse_args()
-    rows = join_logs(args.logs)
-    held_out, report = (json.loads(file.read_text(encoding="utf-8")) for file in (args.held_out, args.quality))
-    write_rows(args.json, [*rows, *quality_rows(held_out | report)], command=COMMAND)
-    plot_losses(rows, args.plot)
-
-
-if __name__ == "__main__":
-    main()
-
-
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides the outcome. ``steps`` may grow between runs; the rest must stay.
-
-    Raises ``InputError`` for an unknown optimiser or fewer than one step.
-    """
+    """Everything that decides the outcome. ``steps`` may grow between runs; the rest must stay."""
 
     steps: int = 6500
     seed: int = 0
@@ -189,16 +115,16 @@ class TrainConfig:
     num_heads: int = 8
     num_layers: int = 4  # of encoder and decoder; of the encoder alone from the third stage on
     vocab_size: int = 6000
-    head_inits: tuple[HeadInit, ...] | None = ()  # heads that begin as others; None: `aim.choose_head_inits` finds them
+    head_inits: tuple[HeadInit, ...] | None = ()  # None: `choose_head_inits` finds them
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("muon", "adamw"):
-            raise InputError(f"optimizer is {self.optimizer!r}; give 'muon' or 'adamw'.")
+            raise InputError(f"optimizer must be 'muon' or 'adamw', got {self.optimizer!r}.")
         if self.steps < 1:
-            raise InputError(f"steps is {self.steps}; give at least 1.")
+            raise InputError(f"steps must be at least 1, got {self.steps}.")
 
     def factor(self, step: int) -> float:
-        """What multiplies the peak learning rates at ``step``."""
+        """Multiplier of the peak learning rates at ``step``."""
         return learning_rate_factor(step, self.steps, warmup_steps=self.warmup_steps, decay_share=self.decay_share)
 
 
@@ -217,23 +143,20 @@ FOURTH_STAGE = replace(THIRD_STAGE, steps=8300, decay_share=0.24)
 
 
 def stage_plan(stage: int, start: str | None) -> tuple[TrainConfig, tuple[Phase, ...]]:
-    """Configuration and curriculum of stage 1, 2, 3 or 4.
-
-    Raises ``InputError`` for another, and unless the first begins with nothing and the others with a model.
-    """
+    """Configuration and curriculum of stage 1, which begins with no model, 2, 3 or 4."""
     stages = {
         1: (TrainConfig(), CURRICULUM), 2: (SECOND_STAGE, SECOND_CURRICULUM),
         3: (THIRD_STAGE, THIRD_CURRICULUM), 4: (FOURTH_STAGE, FOURTH_CURRICULUM),
     }  # fmt: skip
     if stage not in stages or (start is None) != (stage == 1):
         raise InputError(
-            f"stage {stage} with start {start}: the first begins with nothing; give 2 to 4 and the model made before."
+            f"stage must be 1, without a start, or 2 to 4 with the model made before, got {stage} and start {start}."
         )
     return stages[stage]
 
 
 def new_model(config: TrainConfig) -> PreTrainedModel:
-    """A freshly initialised ``T5ForConditionalGeneration`` of the configured size (relu, tied embeddings).
+    """A randomly initialised ``T5ForConditionalGeneration`` of the configured size.
 
     >>> round(new_model(TrainConfig()).num_parameters() / 1e6, 1)
     8.9
@@ -253,11 +176,7 @@ def new_model(config: TrainConfig) -> PreTrainedModel:
 
 
 def continued_model(start: PreTrainedModel, config: TrainConfig) -> PreTrainedModel:
-    """A copy of a trained model in fp32, with ``config.head_inits``, which must be known, ready for the second stage.
-
-    >>> continued_model(new_model(TrainConfig(num_layers=1)).half(), TrainConfig()).dtype
-    torch.float32
-    """
+    """A copy of a trained model in fp32, with ``config.head_inits``."""
     model = copy.deepcopy(start).float()
     use_pooled_dropout(model)
     init_heads(model, config.head_inits)
@@ -265,7 +184,7 @@ def continued_model(start: PreTrainedModel, config: TrainConfig) -> PreTrainedMo
 
 
 def validation_sets(held_out: list[Example], encode: Encode) -> dict[str, list[Batch]]:
-    """Held-out translation pairs, and reports and questions of seen templates and composed ones, as batches."""
+    """Batches of held-out translation pairs, and of reports and questions of seen templates and composed ones."""
     rng = random.Random("validation")
     tasks = {
         "translation": held_out,
@@ -292,12 +211,8 @@ def train_model(
 ) -> PreTrainedModel:  # fmt: skip
     """Train a copy of ``start``, or a new model, until ``config.steps``; return it in evaluation mode.
 
-    ``held_out`` are examples for the validation loss. A checkpoint in ``folder`` is continued from; raises
-    ``InputError`` if it is of another configuration, or the device does not exist.
+    ``held_out`` are examples for the validation loss. A checkpoint in ``folder`` is continued from.
     """
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts)["input_ids"]
 
     require_device(device)
     model = new_model(config) if start is None else continued_model(start, config)
@@ -312,23 +227,29 @@ def train_model(
         hidden_until = context if task in HIDE_WHAT_IS_ASKED else None
         return batch_loss(model, batch, config.label_smoothing, hidden_until=hidden_until)
 
-    def update(step: int, batches: list[TaskBatch]) -> float:
-        phase = mixture.phase(step)
-        set_dropout(model, config.dropout if phase.dropout is None else phase.dropout)
-        return optimizer_step(
-            model, optimizers, batches, phase.weights(batches), factor=config.factor(step), loss_of=loss_of
-        )
+    def before_step(step: int) -> None:
+        dropout = mixture.phase(step).dropout
+        set_dropout(model, config.dropout if dropout is None else dropout)
 
-    run_steps(
-        folder, config, model, optimizers, batches_from=lambda step: steps_from(mixture, encode, config.seed, step),
-        update=update, validate=lambda: validate(model), device=device, validate_every=validate_every,
+    run_training(
+        folder,
+        config,
+        model,
+        optimizers,
+        mixture,
+        lambda texts: tokenizer(texts)["input_ids"],
+        loss_of=loss_of,
+        validate=lambda: validate(model),
+        before_step=before_step,
+        device=device,
+        validate_every=validate_every,
         save_every=save_every,
-    )  # fmt: skip
+    )
     return model.eval()
 
 
 def vocabulary_texts(pairs: tuple[Pair, ...], seed: int) -> list[str]:
-    """What the vocabulary is made from: the training pairs, in both spellings, and examples of the other two tasks."""
+    """Texts for the tokenizer: the training pairs, in both spellings, and examples of the other two tasks."""
     rng = random.Random(f"{seed}/vocabulary")
     reports = [text for i in range(2000) for text in (composed_summary_example if i % 2 else summary_example)(rng)]
     stories = [text for i in range(4000) for text in (composed_question_example if i % 2 else question_example)(rng)]
@@ -343,8 +264,7 @@ def reproduce(
 ) -> Path:  # fmt: skip
     """Run one stage (see `stage_plan`) from a file of pairs; returns ``folder/model``, in fp16.
 
-    ``start`` is the name or folder of the previous stage's model; the third stage gives it a new vocabulary. Raises
-    ``InputError`` for missing or malformed pairs, or a start without a tokenizer.
+    ``start`` is the name or folder of the previous stage's model; the third stage gives it a new vocabulary.
     """
     from transformers import AutoTokenizer
 
@@ -356,7 +276,9 @@ def reproduce(
     if start is not None:
         model, tokenizer = load_model(start)
         if tokenizer is None:
-            raise InputError(f"{start} has no tokenizer; give the name or the folder of a trained model.")
+            raise InputError(
+                f"start must have a tokenizer, got {start}. Give the name or the folder of a trained model."
+            )
     if stage in (1, 3):
         tokenizer_folder = folder / "tokenizer"
         if not (tokenizer_folder / "tokenizer.json").is_file():
@@ -375,3 +297,61 @@ def reproduce(
     model.to(torch.float16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder / "model"
+
+
+# Record how the bundled model was trained: the losses of all stages, its quality, and the picture of its card.
+# The logs are `log.jsonl` of the folders that `python -m training train` wrote, in order; the quality is what `python
+# -m bench evaluate --json` and `python -m training held-out --json` wrote. The record belongs in
+# `data/results/training-mini.json`.
+
+
+COMMAND = (
+    "python -m training train --pairs tatoeba-eng-fra.tsv --out build/mini --steps 9000; "
+    "python -m training train --pairs tatoeba-eng-fra.tsv --stage 2 --start build/mini/model --out build/mini-2; "
+    "python -m training train --pairs tatoeba-eng-fra-2019.tsv --stage 3 "
+    "--start build/mini-2/model --out build/mini-3; "
+    "python -m training train --pairs tatoeba-eng-fra-2019.tsv --stage 4 "
+    "--start build/mini-3/model --out build/mini-4; "
+    "python -m training held-out --model mini --pairs tatoeba-eng-fra-2019.tsv"
+)
+
+
+def join_logs(logs: list[Path]) -> list[Row]:
+    """The rows of all stages, with steps counted across stages."""
+    rows, before = [], 0
+    for stage, log in enumerate(logs, 1):
+        for line in log.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            rows.append({"measured": "training", "model": "mini", **row, "step": before + row["step"], "stage": stage})
+        before = rows[-1]["step"]
+    return rows
+
+
+def quality_rows(report: dict[str, Any]) -> list[Row]:
+    """Scores on the bundled sets and on held-out sentences."""
+    about = {"measured": "quality", "model": report["model"], "precision": "fp32"}
+    rows = [{**about, **scores(report)}]
+    for task, name in (("held-out translation", "held_out"), ("held-out long translation", "held_out_long")):
+        if kept_out := report.get(name):
+            rows.append({**about, "task": task, "texts": kept_out["sentences"], "bleu": kept_out["bleu"],
+                         "chrf": kept_out["chrf"], "settings": {"references": kept_out["references"]}})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Record the training of the bundled model."""
+    parser = argparse.ArgumentParser(description="Record how the bundled model was trained.")
+    parser.add_argument("logs", type=Path, nargs="+", help="log.jsonl of every stage, in order")
+    parser.add_argument("--quality", type=Path, required=True, help="what `python -m bench evaluate --json` wrote")
+    parser.add_argument("--held-out", type=Path, required=True, help="what `python -m training held-out --json` wrote")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, required=True)
+    args = parser.parse_args()
+    rows = join_logs(args.logs)
+    held_out, report = (json.loads(file.read_text(encoding="utf-8")) for file in (args.held_out, args.quality))
+    write_rows(args.json, [*rows, *quality_rows(held_out | report)], command=COMMAND)
+    plot_losses(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,1 @@
-"""Slower layouts and techniques to compare with."""
+"""Slower layouts and systems to compare with."""

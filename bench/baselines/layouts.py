@@ -122,11 +122,10 @@ def read_layout(folder: str | os.PathLike[str], *layouts: str) -> Layout:
 
 
 def _write(path: Path, graph: GraphBuilder, threshold: int) -> None:
-    from tqdm import tqdm
 
     plan, beside = WeightsLayout.plan({path.name: graph}, threshold), f"{path.name}.data"
     if plan.places:
-        plan.write(path.with_name(beside), tqdm(disable=True))
+        plan.write(path.with_name(beside))
     places = {name: (beside, offset, length) for name, (_, offset, length) in plan.references().items()}
     path.write_bytes(graph.proto(places).SerializeToString())
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from t5accel.backends.cuda_graphs import captured, side_stream
 from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_numpy import OrtSource, OrtState
 from t5accel.backends.ort_session import open_session
+from t5accel.backends.torch_static_buffers import capture_graph, side_stream
 from t5accel.decoding.backend import SuppressedTokens, right_aligned
 from t5accel.graphs.contract import DECODER
 
@@ -178,7 +178,7 @@ class OrtCaptured(OrtPointers):
             for _ in range(2):  # the first run is for warming up
                 self._captured.run_with_iobinding(binding, options)
                 fixed.choose_and_move()
-            fixed.between = captured(fixed.choose_and_move, fixed.count.zero_, self.device)
+            fixed.between = capture_graph(fixed.choose_and_move, fixed.count.zero_, self.device)
         fixed.binding, fixed.options = binding, options
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench import evaluation as quality
+from bench import evaluation
 from bench.bert.graphs import (
     INPUTS,
     bound_run,
@@ -28,7 +28,7 @@ from bench.bert.graphs import (
 )
 from bench.bert.model import widths
 from bench.bert.spans import Run, answerer, torch_run
-from bench.harness import Way, measured, ratio
+from bench.harness import Contender, ratio, run_comparison
 from bench.results import Row, scores
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import InputError
@@ -200,7 +200,7 @@ def speed_rows(
         if not error <= MOST_ERROR:  # NaN is not near either
             raise ParityError(f"The logits of {rung.name!r} are off by {error:.2f} of their norm.")
 
-    def way(rung: Rung) -> Way:
+    def way(rung: Rung) -> Contender:
         def built() -> Callable[[], np.ndarray]:
             run = build(rung, readers, batch, tokens)
 
@@ -212,15 +212,17 @@ def speed_rows(
 
             return once
 
-        return Way(rung.name, built, exact=False, facts=facts(rung, readers))
+        return Contender(rung.name, built, exact=False, facts=facts(rung, readers))
 
     import torch
 
     torch.set_num_threads(readers.threads)
     work = Work(batch, tokens, 1, threads=readers.threads)
     cell = f"{model}, {batch} × {tokens}"
-    rows = measured([way(rung) for rung in rungs], work, rounds=rounds, atol=atol, keep_going=keep_going, model=model,
-                    cell=cell, new_tokens=None, forced=None, beams=None)  # fmt: skip
+    rows = run_comparison(
+        [way(rung) for rung in rungs], work, rounds=rounds, atol=atol, keep_going=keep_going, model=model, cell=cell,
+        new_tokens=None, forced=None, beams=None,
+    )  # fmt: skip
     times = {row["system"]: row["latency_s"] for row in rows if "latency_s" in row}
     for rung, row in zip(rungs, rows, strict=True):
         row |= {"rung": rung.name, "adds": rung.adds, "exact": rung.exact}
@@ -268,7 +270,7 @@ def quality_rows(
             fed = replace(rung, kind="fed") if rung.kind == "bound" else rung  # batches differ in size: the same graph
             run = build(fed, readers, 1, 1)
             answer = answerer(tokenizer, run, threshold=thresholds[rung.which])
-            report = quality.evaluate(answer, names=["questions"], limit=limit)
+            report = evaluation.evaluate(answer, names=["questions"], limit=limit)
         except Exception as error:
             if not keep_going:
                 raise

@@ -120,7 +120,7 @@ def answers(batch: Read, start: np.ndarray, end: np.ndarray, *, threshold: float
 def answerer(
     tokenizer: PreTrainedTokenizerBase, run: Run, *, threshold: float, padded_to: int | None = None
 ) -> Callable[[list[str]], list[str]]:
-    """A function from T5's texts, "question: … context: …", to answers, as `quality.evaluate` takes it."""
+    """A function from T5's texts, "question: … context: …", to answers, as `evaluation.evaluate` takes it."""
 
     def answer(texts: list[str]) -> list[str]:
         parts = [text.removeprefix(QUESTION).split(CONTEXT, 1) for text in texts]

@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.results import DATA
 from t5accel.errors import InputError
+from t5accel.machine import nvidia_smi
 
 # Vendors, product lines, memory sizes and form factors. What tells faster cards from slower ones stays: PCIe, NVL, Ti.
 _DROPPED = re.compile(r"nvidia|amd|tesla|geforce|quadro|radeon|instinct|graphics|gpu|generation|\d+gb|hbm\d*e?|sxm\d*")
@@ -70,3 +71,9 @@ def recorded_cards(folder: str | os.PathLike[str] | None = None) -> dict[str, di
         if gpu and path.stem == f"gpu-{slug(gpu['name'])}":
             cards[slug(gpu["name"])] = record
     return cards
+
+
+def gpu_clocks_mhz() -> dict[str, int]:
+    """The GPU's current clocks, ``{"sm", "memory"}`` in MHz, so ask under load; empty if unknown."""
+    found = nvidia_smi("clocks.sm", "clocks.mem")
+    return {name: int(value) for name, value in zip(("sm", "memory"), found, strict=False) if value.isdigit()}

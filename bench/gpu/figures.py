@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from bench.gpu.cards import bandwidth
 from bench.gpu.cells import FAMILIES, LENGTHS, PUBLISHED, PUBLISHED_BATCHES, PUBLISHED_BY
-from bench.harness import pairwise
+from bench.harness import paired_ratio
 from bench.profiling import Prices
-from bench.results import aligned, step_ms
+from bench.results import format_table, step_ms
 from bench.systems import GRAPH, NAIVE, RECOMPUTE, REFERENCE, STATIC
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Record = Mapping[str, Any]  # the content of a file of the GPU suite
-Cards = Mapping[str, Record]  # by the card's short name, as of `cards.recorded_cards`
+Cards = Mapping[str, Record]  # by the card's short name; see `cards.recorded_cards`
 
 CARD_COLOURS = ("#2a6f97", "#e09f3e", "#6b8f71", "#7b5ea7", "#c1666b")
 LINES = {NAIVE: "#8d99ae", REFERENCE: "#c1666b", RECOMPUTE: "#e09f3e", GRAPH: "#2a6f97"}
@@ -81,7 +81,7 @@ def times_as_fast(cards: Cards, cells: Sequence[str]) -> dict[str, dict[str, flo
                 theirs = row.get("reference", REFERENCE)
                 if system == theirs or theirs not in rows or (system == STATIC and cell != "t5-small"):
                     continue  # what launching costs is shown once
-                value = pairwise(rows.values(), system, theirs)  # None where they did not take turns
+                value = paired_ratio(rows.values(), system, theirs)  # None where they did not take turns
                 if (value := row.get("ratio") if value is None else value) is not None:
                     found.setdefault(system if len(cells) == 1 else f"{cell}: {system}", {})[card] = value
     return found
@@ -129,7 +129,7 @@ def beside_published(cards: Cards) -> str:
             lines += [(model, f"ours, {card}", *values) for card, values in ours.items()]
     if len(lines) == 1:
         return ""
-    return "\n".join([*aligned(lines, left=(0, 1)), f"Published: {PUBLISHED_BY}. No measurement of ours."])
+    return "\n".join([*format_table(lines, left=(0, 1)), f"Published: {PUBLISHED_BY}. No measurement of ours."])
 
 
 def by_length(axis: Axes, cards: Cards, predicted: Mapping[str, Callable[[int], float]] | None = None) -> None:
@@ -186,7 +186,7 @@ def floors(cards: Cards, predicted: Mapping[str, float]) -> str:
             for name, (key, unit) in _FLOOR.items():
                 shown = (f"{value[key] * unit:.4g}" if value.get(key) is not None else "–" for value in (theirs, mine))
                 lines.append((name, *shown))
-            tables.append("\n".join(aligned(lines)))
+            tables.append("\n".join(format_table(lines)))
     return "\n\n".join(tables)
 
 

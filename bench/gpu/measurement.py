@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.gpu.cards import gpu_clocks_mhz
 from bench.gpu.cells import Cell
-from bench.harness import Way, measured, said
+from bench.harness import Contender, error_line, run_comparison
 from bench.profiling import Prices, kernels, operators, prices
 from bench.results import Row
+from bench.roofline import step_roofline
 from bench.systems import (
     COMPILED,
     DRAWN,
@@ -30,14 +32,12 @@ from bench.systems import (
     jobs,
     scheduler,
 )
-from t5accel import machine
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.backends.torch_static_model import LONGEST_RUN
+from t5accel.backends.torch_static_buffers import LONGEST_RUN
 from t5accel.decoding.sampling import SamplingParams, probabilities, sample
 from t5accel.errors import InputError
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_close, assert_varied
-from t5accel.roofline import step_roofline
 from t5accel.serve.scheduler import Scheduler
 from t5accel.timing import Work
 
@@ -146,7 +146,7 @@ def _equality_of(
     try:
         found = subject.generate(name, ids, mask, cell.new_tokens, cell.beams)
         row |= {"equal": int((found == expected).sum()), "of": expected.size, "distinct": len(np.unique(expected))}
-        if system.backend is None:  # transformers itself
+        if system.open_backend is None:  # transformers itself
             seen = _teacher_forced(subject.model, ids, mask, given)
         else:
             seen = _by_steps(subject.backend(name), ids, mask, given)
@@ -155,10 +155,10 @@ def _equality_of(
         if subject.dtype == "float32":
             assert_close(seen, logits, atol=ATOL)
             assert_close(found, expected, atol=0)
-        if system.backend is not None and not row["error"] <= allowed:
+        if system.open_backend is not None and not row["error"] <= allowed:
             raise ParityError(f"the error of its logits is {row['error']:.3g}, and {allowed:.3g} is allowed")
     except Exception as error:  # of any runtime, one that is not installed included
-        row["failed"] = said(error)
+        row["failed"] = error_line(error)
     return row
 
 
@@ -210,7 +210,7 @@ def draws(cell: Cell, subject: ModelOnDevice) -> list[Row]:
         if row["equal"] < count or not row["error"] <= row["allowed_error"]:
             raise ParityError(f"{row['equal']} of {count} texts are possible, at an error of {row['error']:.3g}")
     except Exception as error:
-        row["failed"] = said(error)
+        row["failed"] = error_line(error)
     return [row]
 
 
@@ -222,20 +222,20 @@ def speed(cell: Cell, subject: ModelOnDevice, *, refused: Mapping[str, str], sec
     texts = (
         batch_of(cell, subject.model.config.vocab_size) if subject.name == SMALL else telling_batch(cell, subject)[:2]
     )
-    arguments = (*texts, cell.new_tokens, cell.beams)
+    arguments = (*texts, cell.new_tokens, cell.new_tokens, cell.beams)
     unable = {name: f"it does not run in {subject.dtype}"
               for name in cell.systems if subject.dtype not in SYSTEMS[name].dtypes} | dict(refused)  # fmt: skip
 
-    def way(name: str) -> Way:
+    def way(name: str) -> Contender:
         # Few bits round each way's sums otherwise, so `equality` has judged before, and here tokens are counted.
-        return Way(name, lambda: partial(SYSTEMS[name].build(subject), *arguments), exact=False)
+        return Contender(name, lambda: partial(SYSTEMS[name].build(subject), *arguments), exact=False)
 
     able = [name for name in cell.systems if name not in unable]
     found: list[Row] = []
     if len(able) > 1:
         work = Work(cell.batch, cell.source_tokens, cell.new_tokens, beams=cell.beams)
         synchronize = torch.cuda.synchronize if subject.device == "cuda" else None
-        found = measured([way(name) for name in able], work, rounds=rounds, keep_going=True, seconds=seconds,
+        found = run_comparison([way(name) for name in able], work, rounds=rounds, keep_going=True, seconds=seconds,
                          synchronize=synchronize, **_about(cell))  # fmt: skip
         if not found:
             return []
@@ -320,7 +320,7 @@ def _timed_alone(row: Row, run: Callable[[], Any], refused: Mapping[str, str], r
         row["latency_s"] = row["latency_s"][1:]
     except Exception as error:
         row.pop("latency_s", None)
-        row["failed"] = said(error)
+        row["failed"] = error_line(error)
     return row
 
 
@@ -362,7 +362,7 @@ def floor(cell: Cell, subject: ModelOnDevice) -> Row:
         try:
             row |= part()
         except Exception as error:
-            lacks.append(f"{part.__name__}: {said(error)}")
+            lacks.append(f"{part.__name__}: {error_line(error)}")
     if "replayed_s" in row:
         nodes = row.get("kernels", row["operators"])
         found = Prices(row["launch_s"], row["replayed_s"], row["bytes_per_s"])
@@ -380,12 +380,12 @@ def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Ro
     longer, shorter = (partial(subject.generate, REFERENCE, ids, mask, tokens, 1) for tokens in (9, 1))
 
     def step() -> None:
-        backend.decoder.advance(state.slot)
+        backend.decoder.advance(state.buffers)
 
     def counted() -> Row:
         read = step_roofline(  # the bytes alone: the rates are measured below, where there is a GPU
             dims, PRECISIONS[subject.dtype], cell.batch, bandwidth=1.0, gemm=1.0, source_tokens=cell.source_tokens,
-            position=state.slot.width,
+            position=state.buffers.width,
         )  # fmt: skip
         eager = (operators(longer).total() - operators(shorter).total()) / 8
         return {"operators": operators(step).total(), "eager_operators": eager, "bytes_per_step": read.bytes_per_step}
@@ -412,7 +412,7 @@ def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Ro
     def clocks() -> Row:
         """While the GPU is busy; at rest it shows others."""
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(machine.gpu_clocks_mhz)
+            asked = pool.submit(gpu_clocks_mhz)
             while not asked.done():
                 backend.run_greedy(backend.new_state(state.source), LONGEST_RUN)
         return {f"clock_{name}_mhz": value for name, value in asked.result().items()}

@@ -23,7 +23,7 @@ from bench.gpu.cards import slug
 from bench.gpu.cells import Cell
 from bench.gpu.measurement import let_go
 from bench.gpu.suite import SUITE, Book, table
-from bench.results import Row, here
+from bench.results import Row, environment
 from t5accel import machine
 from t5accel.errors import MissingPackageError
 
@@ -84,7 +84,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise MissingPackageError("This needs a GPU and a torch that sees it, and there is none here.")
     path = given.json / f"gpu-{slug(torch.cuda.get_device_name())}.json"
-    book = Book(path, here() | {"suite": SUITE, "device": "cuda"})
+    book = Book(path, environment() | {"suite": SUITE, "device": "cuda"})
     with TemporaryDirectory() as folder:
         for name, measure in cells(Path(folder)).items():
             cell = Cell(name, "speed")

@@ -25,8 +25,8 @@ import torch
 from bench.gpu.cards import slug
 from bench.gpu.cells import Cell, cells_for
 from bench.gpu.measurement import PRECISIONS, failed, let_go, measure
-from bench.harness import said
-from bench.results import Row, aligned, at_path, here, rows_so_far, step_ms, write_rows
+from bench.harness import error_line
+from bench.results import Row, environment, format_table, get_path, rows_so_far, step_ms, write_rows
 from bench.systems import SMALL, THEIRS, ModelOnDevice
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
 
@@ -81,7 +81,7 @@ def run_suite(
     if not (chosen := [cell for cell in cells if fnmatchcase(cell.name, only)]):
         names = "\n".join(f"  {cell.name}" for cell in cells)
         raise InputError(f"No cell is called as only={only!r} says; there are\n{names}")
-    about = here() | {"suite": SUITE, "device": device}  # as it is now: a tracked file makes the commit dirty
+    about = environment() | {"suite": SUITE, "device": device}  # as it is now: a tracked file makes the commit dirty
     path = Path(path)
     if path.is_dir():
         path /= f"gpu-{slug(torch.cuda.get_device_name()) if device == 'cuda' else 'none'}.json"
@@ -107,7 +107,7 @@ def run_suite(
                 try:
                     found = measure(cell, subject, refused=refused, seconds=end - perf_counter(), rounds=rounds)
                 except Exception as error:
-                    found, subject = failed(cell, said(error)), None  # what was built may be half done
+                    found, subject = failed(cell, error_line(error)), None  # what was built may be half done
                 book.keep(cell, found)
             if any("failed" in row for row in found):
                 _require_device(device)
@@ -131,7 +131,7 @@ class Book:
 
     def __init__(self, path: Path, about: Mapping[str, Any]):
         self.path, self.about = path, about
-        self.rows = rows_so_far(path, {name: at_path(about, name) for name in CONDITIONS})
+        self.rows = rows_so_far(path, {name: get_path(about, name) for name in CONDITIONS})
 
     def of(self, cell: Cell) -> list[Row]:
         """A cell's rows."""
@@ -179,7 +179,7 @@ def _require_device(device: str) -> None:
             torch.zeros(1, device=device).item()
     except RuntimeError as error:
         raise DeviceLostError(
-            f"This process has lost its GPU ({said(error)}): start it again, and it goes on."
+            f"This process has lost its GPU ({error_line(error)}): start it again, and it goes on."
         ) from error
 
 
@@ -242,7 +242,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             lines.append((row["cell"], row["system"], step, f"{row['tokens_per_s']:.0f}", ratio))
             if "answers_per_s" in row:
                 notes.append(f"{row['cell']}: {row['system']}: {row['answers_per_s']:,.0f} requests a second")
-    shown = aligned(lines, left=(0, 1)) if len(lines) > 1 else []
+    shown = format_table(lines, left=(0, 1)) if len(lines) > 1 else []
     return "\n".join([*notes, *([""] if notes and shown else []), *shown])
 
 

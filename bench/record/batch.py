@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from bench import tasks
-from bench.harness import Way, measured
-from bench.results import Row, here, record_parser, rows_so_far, write_rows
+from bench import evaluation
+from bench.harness import Contender, run_comparison
+from bench.results import Row, environment, record_parser, rows_so_far, write_rows
 from t5accel import machine
 from t5accel.api import open_backend
 from t5accel.graphs.export_cache import cached_export_and_manifest
@@ -66,7 +66,9 @@ class InFileOrder(BatchGenerator):
 
 def files(limit: int | None) -> Iterator[tuple[str, list[str]]]:
     """Texts, and how they lie in their file."""
-    texts = [tasks.source_text(task, row) for task in tasks.NAMES for row in tasks.rows(task, limit=limit)]
+    texts = [
+        evaluation.source_text(task, row) for task in evaluation.NAMES for row in evaluation.rows(task, limit=limit)
+    ]
     yield "task by task", texts
     yield "mixed", random.Random(0).sample(texts, len(texts))
 
@@ -91,17 +93,17 @@ def rows_of(precision: str, limit: int | None, rounds: int, budgets: tuple[int, 
             answerer = BatchGenerator(backend, tokenizer, max_new_tokens=LONGEST, batch_tokens=budget)
             ways[f"sorted, {budget} tokens"] = partial(padded, answerer, sources)
         exact = precision == "fp32"
-        given = [Way(name, partial(lambda run: run, run), exact=exact) for name, run in ways.items()]
+        given = [Contender(name, partial(lambda run: run, run), exact=exact) for name, run in ways.items()]
         work = Work(32, max(map(len, sources)), LONGEST, threads=threads, forced_length=False)
         facts = {"model": MODEL, "cell": order, "precision": precision, "recipe_hash": RECIPES[precision].hash}
         # A batch has another size in each way, and source tokens are those of the longest text.
         facts |= {"batch": None, "encoder": "included", "texts": len(texts)}
-        yield from measured(given, work, rounds=rounds, **facts)
+        yield from run_comparison(given, work, rounds=rounds, **facts)
 
 
 def many(count: int, folder: Path) -> Iterator[Row]:
     """Run `t5accel batch` over ``count`` short texts: seconds with loading, memory and files."""
-    sentences = [tasks.source_text("translation", row) for row in tasks.rows("translation")]
+    sentences = [evaluation.source_text("translation", row) for row in evaluation.rows("translation")]
     given, out = folder / f"{count}.jsonl", folder / f"answers-{count}"
     with given.open("w", encoding="utf-8") as file:
         for place, text in enumerate(random.Random(0).choices(sentences, k=count)):
@@ -155,13 +157,13 @@ def engine_rows(limit: int | None, rounds: int, python: Path = RAY, copies: tupl
     mixed = [texts for order, texts in files(limit) if order == "mixed"][0]
     for times in copies:
         texts = mixed * times
-        ways = [Way(name, partial(lambda run: run, partial(job, python, texts, model, *how)),
+        ways = [Contender(name, partial(lambda run: run, partial(job, python, texts, model, *how)),
                     facts={"settings": {"threads of each": how[1], "rows of a shard": SHARD_ROWS}})
                 for name, how in given.items()]  # fmt: skip
         work = Work(1, 1, LONGEST, threads=threads, forced_length=False)
         facts = {"model": MODEL, "cell": "whole jobs", "precision": "fp32", "recipe_hash": RECIPES["fp32"].hash}
         facts |= {"batch": None, "source_tokens": None, "encoder": "included", "texts": len(texts)}
-        for row in measured(ways, work, rounds=rounds, **facts):
+        for row in run_comparison(ways, work, rounds=rounds, **facts):
             del row["new_tokens"], row["tokens_per_s"]  # what was compared are bytes
             yield row
 
@@ -178,7 +180,7 @@ def main() -> None:
     limit = f" --limit {args.limit}" if args.limit else ""
     what = "--ray" if args.ray else f"--short {args.short}"
     command = f"python -m bench.record.batch{limit} --rounds {args.rounds} {what}"
-    rows = rows_so_far(args.json, {**here(), "command": command})
+    rows = rows_so_far(args.json, {**environment(), "command": command})
 
     def add(cell: str, precision: str, measure: Callable[[], Iterable[Row]]) -> None:
         if not any((row["cell"], row["precision"]) == (cell, precision) for row in rows):

@@ -14,8 +14,8 @@ from time import perf_counter
 import numpy as np
 from tqdm import tqdm
 
-from bench import tasks
-from bench.harness import Way, measured
+from bench import evaluation
+from bench.harness import Contender, run_comparison
 from bench.results import Row, record_parser, write_rows
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
@@ -46,7 +46,7 @@ def engine(model: str, precision: str) -> OrtStatic:
 
 def ending(backend: Backend, tokenizer: TokenizerFile, task: str, limit: int) -> list[str]:
     """Of the first texts of each group of a task those whose answer ends by itself."""
-    texts = [tasks.source_text(task, row) for row in tasks.rows(task, limit=limit)]
+    texts = [evaluation.source_text(task, row) for row in evaluation.rows(task, limit=limit)]
     ended = []
     for ids, mask in batches(tokenizer, texts, 8):
         ended += (
@@ -77,8 +77,8 @@ def rows_of(
             padded = [np.pad(x, ((0, 0), (0, LONGEST - x.shape[1]))) for x in (one.sequences for one in found[name])]
             return np.concatenate(padded)
 
-        ways = [Way(name, partial(partial, answers, name), exact=False) for name in runs]
-        for row in measured(ways, work, rounds=rounds, encoder=encoder, **facts):
+        ways = [Contender(name, partial(partial, answers, name), exact=False) for name in runs]
+        for row in run_comparison(ways, work, rounds=rounds, encoder=encoder, **facts):
             own = found[row["system"]]
             row["decoder_calls"] = sum(one.decoder_calls for one in own)
             if row["system"] != row["reference"]:
@@ -133,9 +133,9 @@ def all_rows(draft: str | None, limit: int, rounds: int) -> Iterator[Row]:
                 own, small if isinstance(own, EncoderCache) else small.backend, *batch, max_new_tokens=LONGEST
             )
         yield from call_rows(precision, backend, rounds)
-        texts = {task: ending(backend, tokenizer, task, limit) for task in tasks.NAMES}
+        texts = {task: ending(backend, tokenizer, task, limit) for task in evaluation.NAMES}
         for size in BATCHES:
-            for task in tqdm(tasks.NAMES, desc=f"{precision}, batch {size}", unit="task"):
+            for task in tqdm(evaluation.NAMES, desc=f"{precision}, batch {size}", unit="task"):
                 given = batches(tokenizer, texts[task], size)
                 yield from rows_of(task, precision, backend, runs, given, rounds)
 

@@ -23,12 +23,11 @@ import numpy as np
 from packaging.requirements import Requirement
 from tqdm import tqdm
 
-from bench.harness import Way, measured
+from bench.baselines.ort_iobinding import OrtBound
+from bench.harness import Contender, run_comparison
 from bench.results import Row, write_rows
 from t5accel import machine
 from t5accel.api import accelerate
-from t5accel.backends.ort_iobinding import OrtBound
-from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
@@ -37,12 +36,10 @@ from t5accel.graphs.export_cache import cached_export
 from t5accel.models.load import load_model
 from t5accel.timing import Work
 
-# Does memory grow? Many generations of changing batch and length on one backend, and what the process occupies.
-
 
 @dataclass(frozen=True)
 class Soak:
-    """What a process occupied after each generation, in bytes, and how many of the first ones count as warming up."""
+    """Memory of a process after each generation, and the number of generations that warm up."""
 
     resident_bytes: tuple[int, ...]
     settled_after: int
@@ -59,31 +56,18 @@ class Soak:
 
 
 def soak(
-    backend: Backend,
-    *,
-    generations: int = 2000,
-    settled_after: int = 200,
-    largest_batch: int = 8,
-    longest_source: int = 128,
-    longest_answer: int = 32,
-    seed: int = 0,
+    backend: Backend, *, generations: int = 2000, settled_after: int = 200, largest_batch: int = 8,
+    longest_source: int = 128, longest_answer: int = 32, seed: int = 0,
     on_generation: Callable[[], None] = lambda: None,
-) -> Soak:
+) -> Soak:  # fmt: skip
     """Greedy generations of random tokens; batch, source and forced length are drawn anew for each.
 
-    The largest of each is drawn before ``settled_after`` ends, so that what comes later needs no more than was needed.
-    Raises ``InputError`` for counts that make no sense, and on a system that does not report its memory.
+    The largest of each is drawn before ``settled_after`` ends, so later generations need no more memory.
     """
-    counts = dict(
-        generations=generations, settled_after=settled_after, largest_batch=largest_batch,
-        longest_source=longest_source, longest_answer=longest_answer,
-    )  # fmt: skip
-    for name, value in counts.items():
-        as_count(value, name, at_least=1)
     if generations <= settled_after:
-        raise InputError(f"generations is {generations}; give more than settled_after, {settled_after}.")
+        raise InputError(f"generations must be more than settled_after, {settled_after}, got {generations}.")
     if machine.resident_memory_bytes() is None:
-        raise InputError("This system does not say how much memory a process occupies: install psutil.")
+        raise InputError("This system does not report the memory of a process. Install psutil.")
     rng = np.random.default_rng(seed)
     resident = []
     for number in range(generations):
@@ -102,7 +86,7 @@ def soak(
 EXPORTED = ("mini", "random:t5-small", "random:t5-base")
 WAYS = {  # what each way of running the bundled model has to import, and the packages that a user installs for it
     "ONNX Runtime, numpy and tokenizers alone": (
-        "from t5accel.backends.ort_iobinding import OrtBound; from t5accel.decoding.greedy_search import greedy; "
+        "from t5accel.backends.ort_numpy import OrtNumpy; from t5accel.decoding.greedy_search import greedy; "
         "from t5accel.tokenization import TokenizerFile; import onnxruntime, tokenizers",
         ("numpy", "onnxruntime", "tokenizers"),
     ),
@@ -201,7 +185,7 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
 
     model = accelerate("random:t5-small", progress=False)
     ids = np.random.default_rng(0).integers(3, 32128, (1, 64))
-    session = model.backend.fused = TimedSession(model.backend.fused)
+    session = model.backend.fused.session = TimedSession(model.backend.fused.session)
     forward = 0.0
     original = model.forward
 
@@ -235,9 +219,9 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
 
         return run
 
-    ways = [Way(name, partial(watched, name)) for name in loops]
+    ways = [Contender(name, partial(watched, name)) for name in loops]
     rows = []
-    for row in measured(ways, Work(1, 64, tokens), rounds=rounds):
+    for row in run_comparison(ways, Work(1, 64, tokens), rounds=rounds):
         name = row["system"]
         parts = {"in all": row["latency_s"]}
         parts["in the decoder session"], parts["in our forward"] = zip(*inner[name][-rounds:], strict=True)

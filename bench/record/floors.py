@@ -10,11 +10,11 @@ from dataclasses import asdict
 from statistics import median
 
 from bench.results import Row, record_parser, write_rows
+from bench.roofline import step_roofline
 from t5accel import machine
 from t5accel.graphs.shortlist_head import SMALLEST_BYTES
 from t5accel.models.load import load_model
 from t5accel.models.sizes import T5Dims
-from t5accel.roofline import step_roofline
 
 MODELS = ("random:t5-small", "mini", "mini-d1", "mini-d1p")
 

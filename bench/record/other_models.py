@@ -14,15 +14,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench import tasks
+from bench import evaluation
 from bench.bert.graphs import fed_run
 from bench.bert.ladder import RUNGS, Readers, quality_rows, random_inputs, speed_rows
 from bench.bert.model import PRUNED, RANDOM_SIZES, READER, load_bert, random_bert, threshold_of, widths
 from bench.bert.served import Protocol, Served, numbered, served_rows, single_words
 from bench.bert.spans import answerer, calibration_texts, read, torch_run
+from bench.evaluation import source_text
 from bench.gpt2 import NO_CACHE, WAYS, Gpt2, gpt2_rows, random_gpt2
-from bench.results import Row, here, record_parser, rows_so_far, write_rows
-from bench.tasks import source_text
+from bench.results import Row, environment, record_parser, rows_so_far, write_rows
 from t5accel import machine
 
 LARGE, GPT2 = "random:bert-large", "random:gpt2"
@@ -84,7 +84,7 @@ def served(model: str, out: Path, threads: int) -> list[Row]:
         where, protocol, told = LARGE, Protocol(requests=8, seconds=15.0), []
     else:
         (readers, tokenizer, thresholds), where, protocol = small(out, threads), model, Protocol()
-        told = [source_text("questions", row) for row in tasks.rows("questions", limit=4)]
+        told = [source_text("questions", row) for row in evaluation.rows("questions", limit=4)]
     kept = readers.folder / "tokenizer"
     tokenizer.save_pretrained(kept)
 
@@ -136,7 +136,7 @@ def main() -> None:
     args = parser.parse_args()
     threads = machine.cpu_threads()
     command = f"python -m bench.record.other_models {args.study}{' --quick' if args.quick else ''}"
-    rows = rows_so_far(args.json, {**here(), "command": command})
+    rows = rows_so_far(args.json, {**environment(), "command": command})
     parts = list({"bert": bert_parts, "gpt2": gpt2_parts}[args.study](args.out, threads, args.quick))
     with tqdm(parts, unit="part") as bar:
         for name, measure in bar:

@@ -26,20 +26,20 @@ from bench.peers import (
     OURS_EXACT,
     OURS_GENERATE,
     Grid,
-    System,
+    PeerSystem,
     Worker,
     cell_label,
     int8_for,
     measure_cell,
     model_and_cell,
-    standings,
+    peer_results,
     table,
 )
-from bench.results import Row, here, rows_so_far, write_rows
+from bench.results import Row, environment, rows_so_far, write_rows
 from t5accel import machine
 from t5accel.errors import InputError, PeerError
+from t5accel.models.families import family_of
 from t5accel.models.load import load_model
-from t5accel.models.registry import family_of
 from t5accel.timing import Work
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def save_model(name: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def start(system: System, build: Path, threads: int, model: str | None = None) -> Worker:
+def start(system: PeerSystem, build: Path, threads: int, model: str | None = None) -> Worker:
     """The system's worker, with a model loaded, or without any."""
     python = Path(sys.executable) if system.ours else build / system.environment / "bin/python"
     if not python.exists():
@@ -80,8 +80,8 @@ def start(system: System, build: Path, threads: int, model: str | None = None) -
 
 
 def start_all(
-    stack: ExitStack, systems: Sequence[System], build: Path, threads: int, model: str
-) -> dict[System, Worker]:
+    stack: ExitStack, systems: Sequence[PeerSystem], build: Path, threads: int, model: str
+) -> dict[PeerSystem, Worker]:
     """The systems' workers; the stack closes them."""
     workers = {}
     for system in tqdm(systems, desc=f"starting on {model}", unit="system"):
@@ -90,7 +90,7 @@ def start_all(
     return workers
 
 
-def versions_of(systems: Sequence[System], build: Path, threads: int) -> dict[str, str]:
+def versions_of(systems: Sequence[PeerSystem], build: Path, threads: int) -> dict[str, str]:
     """What is installed in each system's environment."""
     found = {}
     for system in systems:
@@ -108,7 +108,7 @@ def chosen_cells(wanted: str | None, grid: Sequence[Work]) -> list[Work]:
     return cells
 
 
-def chosen_systems(wanted: Sequence[str] | None, grid: Grid) -> list[list[System]]:
+def chosen_systems(wanted: Sequence[str] | None, grid: Grid) -> list[list[PeerSystem]]:
     """The grid's groups of systems, or of these what was asked for and the reference."""
     known = {system.name for group in grid.systems() for system in group}
     if unknown := {*(wanted or ())} - known:
@@ -143,7 +143,7 @@ def main() -> None:
     chosen = [*(["--grid", args.grid] if args.grid != "cpu" else []), *(["--cell", args.cell] if args.cell else []),
               *(["--systems", *args.systems] if args.systems else [])]  # fmt: skip
     threads, started = machine.cpu_threads(), time.perf_counter()
-    conditions = here() | {"threads": threads, "model": ", ".join(grid.models), "rounds": args.rounds}
+    conditions = environment() | {"threads": threads, "model": ", ".join(grid.models), "rounds": args.rounds}
     conditions["versions"] |= versions_of([system for group in grid.systems() for system in group], args.build, threads)
     rows = rows_so_far(json_file, conditions)
     for model in models:
@@ -195,10 +195,10 @@ def show(rows: list[Row], picture: Path) -> None:
     for model in dict.fromkeys(row["model"] for row in rows):
         print(f"{model}\n{table([row for row in rows if row['model'] == model])}\n")
     boards = {
-        "our engine over the best fp32 peer": list(standings(rows)),
-        "our engine with all logits over the best fp32 peer": list(standings(rows, ours=OURS_EXACT)),
-        "our engine in int8 over the best int8 peer": list(standings(rows, ours=int8_for, precision="int8")),
-        "generate() over our engine, over optimum-onnx": list(standings(rows, ours=OURS_GENERATE, peers=[OPTIMUM])),
+        "our engine over the best fp32 peer": list(peer_results(rows)),
+        "our engine with all logits over the best fp32 peer": list(peer_results(rows, ours=OURS_EXACT)),
+        "our engine in int8 over the best int8 peer": list(peer_results(rows, ours=int8_for, precision="int8")),
+        "generate() over our engine, over optimum-onnx": list(peer_results(rows, ours=OURS_GENERATE, peers=[OPTIMUM])),
     }
     for title, board in boards.items():
         print(f"\n{title}")

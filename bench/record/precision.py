@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bench import tasks
-from bench.harness import Way, measured
+from bench import evaluation
+from bench.harness import Contender, run_comparison
 from bench.precision import agreement, sweep, text_quality
 from bench.results import Row, record_parser, write_rows
 from t5accel import machine
@@ -80,10 +80,10 @@ LADDER = (
 def examples(folder: Path, rows: int = 24) -> list[CalibrationSample]:
     """Sentences of all three tasks with a reference each, for calibration and for agreement."""
     tokenizer, found = TokenizerFile(folder), []
-    for name in tasks.NAMES:
-        chosen = tasks.rows(name)[:rows]
-        sources = tokenizer([tasks.source_text(name, row) for row in chosen])
-        answers = tokenizer([(tasks.references(name, row) or ["unanswerable"])[0] for row in chosen])["input_ids"]
+    for name in evaluation.NAMES:
+        chosen = evaluation.rows(name)[:rows]
+        sources = tokenizer([evaluation.source_text(name, row) for row in chosen])
+        answers = tokenizer([(evaluation.references(name, row) or ["unanswerable"])[0] for row in chosen])["input_ids"]
         given = np.concatenate([np.zeros((len(chosen), 1), dtype=np.int64), answers[:, :-1]], axis=1)
         found.append(CalibrationSample(sources["input_ids"], sources["attention_mask"], given))
     return found
@@ -150,18 +150,18 @@ def speed_rows(rounds: int) -> Iterator[Row]:
             )
         for batch, tokens in BATCHES.items():
             ways = [
-                Way(name, partial(partial, run, ids[:batch], tokens), exact=name == "fp32", facts=facts)
+                Contender(name, partial(partial, run, ids[:batch], tokens), exact=name == "fp32", facts=facts)
                 for name, (run, facts) in runs.items()
             ]
             work = Work(batch, 64, tokens, threads=threads)
-            yield from measured(ways, work, rounds=rounds, cell="recipes", model=SIZE)
+            yield from run_comparison(ways, work, rounds=rounds, cell="recipes", model=SIZE)
         tokens, int4 = 256, runs["int4"][0]
         long = [
-            Way("naive", partial(partial, theirs, model, ids[:1], tokens, False), facts=_of(RECIPES["fp32"])),
-            Way("int4", partial(partial, int4, ids[:1], tokens), exact=False, facts=_of(RECIPES["int4"])),
+            Contender("naive", partial(partial, theirs, model, ids[:1], tokens, False), facts=_of(RECIPES["fp32"])),
+            Contender("int4", partial(partial, int4, ids[:1], tokens), exact=False, facts=_of(RECIPES["int4"])),
         ]
         work = Work(1, 64, tokens, threads=threads)
-        yield from measured(long, work, rounds=rounds, cell=f"{tokens} new tokens", model=SIZE)
+        yield from run_comparison(long, work, rounds=rounds, cell=f"{tokens} new tokens", model=SIZE)
 
 
 def sweep_rows() -> Iterator[Row]:

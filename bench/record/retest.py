@@ -20,24 +20,23 @@ import torch
 from tokenizers import Tokenizer
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from bench import tasks
+from bench import evaluation
 from bench.baselines.layout_backends import HybridOnnxT5, ThreeGraphs, WholeGraph
 from bench.baselines.layouts import export_layout
 from bench.baselines.optimized_export import optimize_export, optimized_graph
 from bench.baselines.unigram import UnigramTokenizer
-from bench.harness import Way, measured
+from bench.harness import Contender, run_comparison
 from bench.precision import backend_scores
 from bench.profiling import step_feeds
 from bench.results import Row, record_parser, write_rows
+from bench.systems import by_generate, by_our_loop
 from t5accel import machine
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager, TorchState
 from t5accel.decoding.backend import Backend
-from t5accel.decoding.beam import beam_search
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import cached_export
@@ -63,31 +62,19 @@ def settings(**changes: Any) -> SessionSettings:
 
 
 def race(cell: str, runs: Mapping[str, Tokens], work: Work, rounds: int, **more: Any) -> Iterator[Row]:
-    """Equal outputs first, of a reference that varies; then all interleaved. The first one is the reference.
-
-    Options of `measured` and what the rows say go into ``more``.
-    """
-    ways = [Way(name, lambda run=run: run) for name, run in runs.items()]
-    yield from measured(ways, work, rounds=rounds, cell=cell, **more)
+    """`run_comparison` of functions by name; the first one is the reference."""
+    entries = [Contender(name, lambda run=run: run) for name, run in runs.items()]
+    yield from run_comparison(entries, work, rounds=rounds, cell=cell, **more)
 
 
 def their_loop(model: Any, ids: np.ndarray, tokens: int, beams: int = 1, use_cache: bool = True) -> Tokens:
     """transformers' ``generate`` at a forced length."""
-    tensor = torch.from_numpy(ids)
-
-    def run() -> np.ndarray:
-        return model.generate(
-            tensor, attention_mask=torch.ones_like(tensor), use_cache=use_cache, num_beams=beams, do_sample=False,
-            min_new_tokens=tokens, max_new_tokens=tokens,
-        )[:, 1:].numpy()  # fmt: skip
-
-    return run
+    return partial(by_generate(model, use_cache=use_cache), ids, np.ones_like(ids), tokens, tokens, beams)
 
 
 def our_loop(backend: Backend, ids: np.ndarray, tokens: int, beams: int = 1) -> Tokens:
     """Our greedy or beam search at a forced length."""
-    search = greedy if beams == 1 else partial(beam_search, num_beams=beams)
-    return lambda: search(backend, ids, min_new_tokens=tokens, max_new_tokens=tokens).sequences
+    return partial(by_our_loop(backend), ids, np.ones_like(ids), tokens, tokens, beams)
 
 
 def layout_rows(model: PreTrainedModel, name: str, rounds: int, source: int = 64, tokens: int = 64) -> Iterator[Row]:
@@ -118,13 +105,9 @@ def layout_rows(model: PreTrainedModel, name: str, rounds: int, source: int = 64
 
 
 def naive_beam_search(backend: Backend, ids: np.ndarray, tokens: int, beams: int) -> np.ndarray:
-    """Beam search as one writes it first, of forced length: hypotheses are lists, each row of scores is sorted whole.
+    """Beam search as a first draft, of forced length: lists of hypotheses, each row of scores sorted whole.
 
-    Args:
-        ids: (B, S); ``tokens`` new ones are written, by ``beams`` rows for each source.
-
-    Returns:
-        (B, L), the best answer of each source: that of `beam_search`.
+    Returns the best answer of each source (B, L), equal to that of `beam_search`.
     """
     state = backend.new_state(backend.encode(ids, np.ones_like(ids)), rows_per_source=beams)
     written = [[[] for _ in range(beams)] for _ in ids]
@@ -323,7 +306,7 @@ def tokenizer_rows(rounds: int, every: int = 3) -> Iterator[Row]:
     folder = data_folder() / "mini-t5"
     python, rust = UnigramTokenizer.from_file(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
     model, wrapped = load_model(BUNDLED)
-    texts = [tasks.source_text(task, row) for task in tasks.NAMES for row in tasks.rows(task)][::every]
+    texts = [evaluation.source_text(task, row) for task in evaluation.NAMES for row in evaluation.rows(task)][::every]
     ways: dict[str, Callable[[], list[list[int]]]] = {
         "Python, ours": lambda: python.encode_batch(texts),
         "Rust, one at a time": lambda: [rust.encode(text).ids for text in texts],
@@ -351,8 +334,7 @@ def tokenizer_rows(rounds: int, every: int = 3) -> Iterator[Row]:
     work = Work(1, ids.shape[1], 32, threads=threads)
     for engine, backend in engines.items():
         runs = {"generating": our_loop(backend, ids, 32), **around}
-        ways = [Way(name, lambda run=run: run) for name, run in runs.items()]
-        found = {row["system"]: median(row["latency_s"]) for row in measured(ways, work, rounds=rounds, atol=None)}
+        found = {row["system"]: median(row["latency_s"]) for row in race("", runs, work, rounds, atol=None)}
         generating_s = found["generating"]
         about = {"measured": "speed", "cell": "tokenizer share", "backend": engine, "model": BUNDLED,
                  "source_tokens": ids.shape[1], "new_tokens": 32}  # fmt: skip

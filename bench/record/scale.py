@@ -13,8 +13,8 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.results import Row, here, rows_so_far, write_rows
-from bench.scale import Failures, Pace, costs, knee, knees_table, measured_pace, measured_speeds, pace_of, speeds
+from bench.results import Row, environment, rows_so_far, write_rows
+from bench.scale import Failures, Pace, costs, knee, knees_table, measured_pace, measured_speeds, speeds
 from bench.serving.rates import LONG, SHARE_LONG, SHORT
 from t5accel import machine
 from t5accel.api import open_backend
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="whose tables are drawn from what is recorded")
     args = parser.parse_args()
     if args.json:
-        rows: list[Row] = rows_so_far(args.json, {**here(), "command": COMMAND})
+        rows: list[Row] = rows_so_far(args.json, {**environment(), "command": COMMAND})
         if not rows:
             threads = machine.cpu_threads()
             measured = measured_pace(*open_backend(MODEL, threads=threads, progress=False)[:2], TEXT, repeats=9)
@@ -62,7 +62,7 @@ def main() -> None:
             write_rows(args.json, rows, command=COMMAND)
         kinds = [(count, fail) for count in REPLICAS for fail in (None, FAILURES) if not fail or count > 1]
         for kind in () if args.pace_only else kinds[len(rows) - 1 :]:
-            rows.append(simulation(pace_of(rows[0]), *kind))
+            rows.append(simulation(Pace(**rows[0]["settings"]), *kind))
             write_rows(args.json, rows, command=COMMAND)
     if args.page:
         args.page.write_text(drawn(args.page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -21,7 +21,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bench.results import Row, chosen, here, rows_so_far, write_rows
+from bench.evaluation import rows as eval_rows
+from bench.evaluation import source_text
+from bench.harness import error_line
+from bench.results import Row, environment, filter_rows, rows_so_far, write_rows
 from bench.serving.fuzz import fuzz_server
 from bench.serving.load import Load, ask, offer
 from bench.serving.rates import (
@@ -43,8 +46,6 @@ from bench.serving.rates import (
 )
 from bench.serving.servers import Asked, Running, Server, free_port, kind_command, other, ours, together
 from bench.serving.triton import triton_server, write_repository
-from bench.tasks import rows as eval_rows
-from bench.tasks import source_text
 from t5accel import machine
 from t5accel.api import open_backend
 from t5accel.decoding.backend import Backend
@@ -203,21 +204,12 @@ class Plan:
     sentences: int = 10  # of each kind, that are answered beside each other
 
 
-# Of the larger model. FinishedHypotheses may take 4 s, so a rate that is too high shows only after some time.
+# Of the larger model. Answers may take 4 s, so a rate that is too high shows only after some time.
 SLOWER = Plan(seconds=10.0, fewest=50, lengths=(LENGTHS[0], LENGTHS[-1]), beside_s=8.0, besides=3, pairs=3)
 QUICK = Plan(
-    seconds=1.0,
-    points=2,
-    fewest=0,
-    lengths=(32,),
-    requests=4,
-    beside_s=1.0,
-    besides=1,
-    pairs=1,
-    stream_s=1.0,
-    restarts=1,
-    sentences=3,
-)
+    seconds=1.0, points=2, fewest=0, lengths=(32,), requests=4, beside_s=1.0, besides=1, pairs=1, stream_s=1.0,
+    restarts=1, sentences=3,
+)  # fmt: skip
 Part = Callable[[], Iterator[Row]]
 
 
@@ -353,11 +345,11 @@ class Measuring:
     def knee(self, name: str, rows: Sequence[Mapping[str, Any]]) -> float:
         """Of a server's curve."""
         about = dict(model=self.model.name, system=name, cell="curve")
-        return knee(chosen(rows, measured="open loop", **about))
+        return knee(filter_rows(rows, measured="open loop", **about))
 
     def most(self, name: str, rows: Sequence[Mapping[str, Any]]) -> float:
         """The most that it answered a second; 0 where it failed."""
-        found = chosen(rows, model=self.model.name, system=name, cell="curve")
+        found = filter_rows(rows, model=self.model.name, system=name, cell="curve")
         return max((row["answers_per_s"] for row in found if "answers_per_s" in row), default=0.0)
 
 
@@ -377,8 +369,7 @@ def in_turn(servers: Sequence[Server], measured: Callable[[Server], Iterator[Row
                 except Exception as error:  # whatever a server does that is not ours
                     if name.startswith(OURS):
                         raise
-                    said = f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"
-                    yield {"measured": "failure", "failed": said, **about[name]}
+                    yield {"measured": "failure", "failed": error_line(error), **about[name]}
                     del running[name]
 
 
@@ -386,7 +377,7 @@ def measure(of_model: Measuring, rows: list[Row], keep: Callable[[], None], ends
     """Whatever of a model is not among the rows yet; returns whether there was time for all of it."""
     model, threads = of_model.model.name, machine.cpu_threads()
     for cell, system, part in tqdm([*of_model.parts(rows, last=last)], desc=model, unit="part"):
-        if next(chosen(rows, model=model, cell=cell, system=system), None):
+        if next(filter_rows(rows, model=model, cell=cell, system=system), None):
             continue
         if time.perf_counter() > ends_at:
             return False
@@ -402,15 +393,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "build/serving/serving.json", help="where the rows go")
     parser.add_argument("--build", type=Path, default=ROOT / "build/servers", help="where Triton and Ray are installed")
     parser.add_argument("--minutes", type=float, default=60, help="begin no part later than this (60)")
-    parser.add_argument(
-        "--quick", action="store_true", help="the bundled model alone, and little of it: a minute or two"
-    )
+    parser.add_argument("--quick", action="store_true", help="the bundled model alone: a minute or two")
     parser.add_argument("--models", nargs="*", default=["mini", SHAPE], choices=["mini", SHAPE])
     args = parser.parse_args()
     ends_at = time.perf_counter() + args.minutes * 60
     threads, folder = machine.cpu_threads(), args.json.parent
     folder.mkdir(parents=True, exist_ok=True)
-    conditions = here()
+    conditions = environment()
     conditions["versions"] |= {name: metadata.version(name) for name in ("fastapi", "uvicorn", "aiohttp")}
     conditions["versions"] |= of_others()
     rows: list[Row] = rows_so_far(args.json, conditions)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.results import chosen
+from bench.results import filter_rows
 from t5accel.decoding.backend import Backend
 from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.request import GenerationRequest
@@ -114,10 +114,10 @@ def _box(step: int, row: int, colour: str) -> Any:
 
 def draw_rates(axes: Axes, rows: Sequence[Mapping[str, Any]], model: str, *, key: str = "p99_s") -> None:
     """A line for each server: seconds over the rate that was offered, up to the knee; the limit is dashed."""
-    points = [*chosen(rows, measured="open loop", cell="curve", model=model)]
+    points = [*filter_rows(rows, measured="open loop", cell="curve", model=model)]
     for place, name in enumerate(dict.fromkeys(row["system"] for row in points)):
         best: dict[float, float] = {}  # of a rate that was offered twice
-        for row in chosen(points, system=name):
+        for row in filter_rows(points, system=name):
             best[row["rate_per_s"]] = min(row.get(key, math.inf), best.get(row["rate_per_s"], math.inf))
         axes.plot(
             *zip(*sorted(best.items()), strict=True),

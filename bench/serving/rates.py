@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.results import Row, aligned, chosen
+from bench.results import Row, filter_rows, format_table
 from bench.serving.load import Load, Outcome, ask, offer
 from bench.serving.servers import Running
 from t5accel.errors import InputError
@@ -163,25 +163,25 @@ def curve(
 
 def knees(rows: Sequence[Mapping[str, Any]], model: str) -> dict[str, float]:
     """By system, in the order of the rows."""
-    points = [*chosen(rows, measured="open loop", cell="curve", model=model)]
-    return {name: knee(chosen(points, system=name)) for name in dict.fromkeys(row["system"] for row in points)}
+    points = [*filter_rows(rows, measured="open loop", cell="curve", model=model)]
+    return {name: knee(filter_rows(points, system=name)) for name in dict.fromkeys(row["system"] for row in points)}
 
 
 def table(rows: Sequence[Mapping[str, Any]], model: str) -> str:
     """A line for each server: its knee, that over the baseline's, and its times when nobody else asks."""
     found = knees(rows, model)
-    alone = [*chosen(rows, measured="sequential", model=model)]
+    alone = [*filter_rows(rows, measured="sequential", model=model)]
     lengths = sorted({row["source_tokens"] for row in alone})
     lines = [("server", "knee, /s", "over the baseline", *(f"{length} tokens" for length in lengths))]
     for name, rate in found.items():
         base = found.get(BASELINE)
         times = []
         for length in lengths:
-            row = next(chosen(alone, system=name, source_tokens=length), None)
+            row = next(filter_rows(alone, system=name, source_tokens=length), None)
             times.append(f"{row['mean_s'] * 1e3:.1f} ± {row['deviation_s'] * 1e3:.1f} ms" if row else "–")
-        points = [*chosen(rows, measured="open loop", cell="curve", model=model, system=name)]
+        points = [*filter_rows(rows, measured="open loop", cell="curve", model=model, system=name)]
         lines.append((name, knee_text(points), f"{rate / base:.1f}x" if base else "–", *times))
-    return "\n".join(aligned(lines))
+    return "\n".join(format_table(lines))
 
 
 def targets(rows: Sequence[Mapping[str, Any]], model: str) -> list[tuple[str, str, float]]:
@@ -189,17 +189,17 @@ def targets(rows: Sequence[Mapping[str, Any]], model: str) -> list[tuple[str, st
 
     Nor is there one beside a server whose knee was not reached; where ours was not, the entry is the least it can be.
     """
-    found, of_model = knees(rows, model), [*chosen(rows, model=model)]
-    points = [*chosen(of_model, measured="open loop", cell="curve")]
+    found, of_model = knees(rows, model), [*filter_rows(rows, model=model)]
+    points = [*filter_rows(of_model, measured="open loop", cell="curve")]
     reached = {
-        name: rate for name, rate in found.items() if not knee_text([*chosen(points, system=name)]).startswith("≥")
+        name: rate for name, rate in found.items() if not knee_text([*filter_rows(points, system=name)]).startswith("≥")
     }
 
     def row(measured: str, **more: Any) -> Mapping[str, Any]:
-        return next(chosen(of_model, measured=measured, **{"system": OURS, **more}), {})
+        return next(filter_rows(of_model, measured=measured, **{"system": OURS, **more}), {})
 
     def short_p99_s(system: str) -> float | None:
-        rows = chosen(of_model, measured="open loop", cell="short beside long", system=system)
+        rows = filter_rows(of_model, measured="open loop", cell="short beside long", system=system)
         return median(times) if (times := [row["short_p99_s"] for row in rows]) else None
 
     alone = [row("sequential", source_tokens=length) for length in (512, 32)]

@@ -1,7 +1,7 @@
-"""Encoder outputs and past key/values as transformers' ``generate`` passes them, around a backend's objects."""
+"""Encoder outputs and KV cache of a backend, as transformers' ``generate`` passes them around."""
 
-# `generate` repeats, reorders and crops them as if they were tensors with a row for each hypothesis. A backend keeps
-# one source for its K rows. So `generate` gets row numbers to repeat, and a cache with the backend's methods.
+# `generate` repeats, reorders and crops tensors with a row per hypothesis. A backend keeps one source for its K rows:
+# so `generate` gets row numbers to repeat, and a cache with the backend's methods.
 
 from __future__ import annotations
 
@@ -51,29 +51,27 @@ class EncodedBatch:
     __getitem__ = __iter__ = get = keys = values = items = to_tuple = _stays_in_the_backend
 
     def start(self, backend: Backend, attention_mask: torch.Tensor | None = None) -> DecoderCache:
-        """An empty cache for these rows.
-
-        Raises ``InputError`` for another backend or mask, or rows that are not K consecutive ones for each source.
-        """
+        """An empty cache for these rows, which must be K consecutive ones for each source."""
         encoded, rows = self.encoded, as_integers(self.rows, "rows", rank=1)
         if encoded.backend is not backend:
-            raise InputError("These encoder_outputs are of another model: encode with get_encoder() of this one.")
-        if not rows.size or rows.min() < 0 or rows.max() >= len(encoded.mask):
+            raise InputError("These encoder_outputs are of another model. Encode with get_encoder() of this one.")
+        count = len(np.unique(rows))
+        rows_per_source = len(rows) // max(count, 1)
+        sources = rows[:: max(rows_per_source, 1)]
+        if (
+            len(sources) != count
+            or not np.isin(rows, np.arange(len(encoded.mask))).all()
+            or not count
+            or not np.array_equal(rows, sources.repeat(rows_per_source))
+        ):
             raise InputError(
-                f"The rows of encoder_outputs must lie in 0 … {len(encoded.mask) - 1}, got {rows.tolist()}."
-            )
-        different = len(np.unique(rows))
-        rows_per_source = len(rows) // different
-        sources = rows[::rows_per_source]
-        if len(sources) != different or not np.array_equal(rows, sources.repeat(rows_per_source)):
-            raise InputError(
-                "Each source of encoder_outputs must have equally many consecutive rows (repeat_interleave), got "
-                f"{rows.tolist()}. Encode the batch that is wanted."
+                f"The rows of encoder_outputs must be sources 0 … {len(encoded.mask) - 1}, each repeated equally often "
+                f"(repeat_interleave), got {rows.tolist()}. Encode the batch that is wanted."
             )
         if attention_mask is not None:
             mask = as_mask(attention_mask, "attention_mask")
             if not np.array_equal(mask, encoded.mask[rows]):
-                raise InputError("attention_mask must be that of the encoder_outputs. Give the same, or none.")
+                raise InputError("attention_mask must be that of the encoder_outputs. Give that one, or none.")
         return DecoderCache(encoded, sources, rows_per_source)
 
     def repeated(self, count: int) -> EncodedBatch:
@@ -95,12 +93,12 @@ class AcceleratedEncoder:
         """Encode (B, S) token ids. Without a mask every position counts, as in transformers' own encoder."""
         reject_unsupported({**unsupported, "return_dict=False": return_dict is False})
         if input_ids is None:
-            raise InputError("There is nothing to encode: give input_ids (B, S), or encoder_outputs of get_encoder().")
+            raise InputError("There is nothing to encode. Give input_ids (B, S), or encoder_outputs of get_encoder().")
         reject_text(input_ids)
         ids = as_integers(input_ids, "input_ids", rank=2)
         mask = np.ones_like(ids) if attention_mask is None else as_mask(attention_mask, "attention_mask")
         entries = getattr(self.backend, "source_vocab_size", self.backend.vocab_size)
-        masked = ~mask.any(axis=1) if self._hides_whole_rows() else np.zeros(len(mask), bool)
+        masked = ~mask.any(axis=1) & self._hides_whole_rows()
         ids, mask = as_batch(ids, np.where(masked[:, None], 1, mask), vocab_size=entries)
         mask[masked] = 0
         encoded = EncodedSource(self.backend, self.backend.encode(ids, mask), ids, mask)
@@ -110,11 +108,10 @@ class AcceleratedEncoder:
 
     def _hides_whole_rows(self) -> bool:
         """Whether a row without tokens attends to all positions alike, as in transformers; else it is refused."""
-        is_own = hasattr(self.backend, "model")  # transformers' own, in torch
-        # Without tokens a cache has nothing to keep. On 5.x models with absolute positions attend to nothing there.
-        return not isinstance(self.backend, EncoderCache) and (
-            is_own or not _V5 or not hasattr(self.backend, "positions")
-        )
+        if isinstance(self.backend, EncoderCache):  # without tokens it has nothing to keep
+            return False
+        # On 5.x transformers' own models with absolute positions attend to nothing there, and our graphs to everything.
+        return hasattr(self.backend, "model") or not _V5 or not hasattr(self.backend, "positions")
 
 
 class DecoderCache:
@@ -126,12 +123,10 @@ class DecoderCache:
         self.backend = encoded.backend
         self.encoded, self.sources = encoded, sources  # (B,), rows of what was encoded
         self.shape = (len(sources), rows_per_source)  # B and K
-        self.length = (
-            0  # P, the positions it holds: of the whole sequences that `generate` gives, those from P on are new
-        )
-        self.is_private = False  # whether `generate` made it for itself, and nobody reads it afterwards
-        # (R, >= P), the sequences so far, if known. Needed only to roll back more than the last step, which a backend
-        # cannot: then a new state reads them again.
+        self.length = 0  # P: in the whole sequences that `generate` gives, tokens from position P on are new
+        self.is_private = False  # `generate` made it for itself, and no caller reads it afterwards
+        # (R, >= P), the sequences so far, if known. A backend rolls back its last step only: to go back further, a new
+        # state reads them again.
         self.history: torch.Tensor | None = None
         self._restart()
 
@@ -144,8 +139,8 @@ class DecoderCache:
         (batch, per_source), (rows, count) = self.shape, new.shape
         if rows != batch * per_source or not count:
             raise InputError(
-                f"decoder_input_ids has {rows} rows with {count} new tokens. There are {batch} sources of {per_source} "
-                f"rows, {self.length} tokens of each row are known, and at least one new one is needed."
+                f"decoder_input_ids must have {batch * per_source} rows with at least one new token beyond the "
+                f"{self.length} known, got {rows} rows with {count}."
             )
         check_vocabulary(new, self.backend.vocab_size, "decoder_input_ids")
         check_positions(self.backend, self.length + count)
@@ -194,14 +189,11 @@ class DecoderCache:
         self.sources, self.shape, self.history = self.sources[kept], (len(kept), per_source), None
 
     def activate_past_recording(self) -> None:
-        """Do nothing: transformers 5.x calls this before it crops, and a crop needs nothing recorded."""
+        """Do nothing: transformers 5.x calls this before it crops."""
 
     def crop(self, length: int) -> None:
-        """Keep the first ``length`` positions, or drop the last ``-length``; 0 keeps none (on transformers 5.x: all).
-
-        Raises ``InputError`` beyond the last step if the earlier tokens are unknown.
-        """
-        if length == 0 and _V5:  # where it drops nothing; on 4.57 all
+        """Keep the first ``length`` positions, or drop the last ``-length``; 0 keeps none (on 5.x: all)."""
+        if length == 0 and _V5:
             return
         length = max(0, self.length + length) if length < 0 else length
         dropped = self.length - length
@@ -214,8 +206,8 @@ class DecoderCache:
             self._restart()
         elif self.history is None or self.history.shape[1] < length or self._padded:
             raise InputError(
-                f"crop({length}) goes back by {dropped} positions, beyond the last step, and the tokens before are not "
-                "known: decode with generate() and without padding, or from the first token again."
+                f"crop({length}) goes back by {dropped} positions, beyond the last step, and earlier tokens are not "
+                "known. Decode with generate() and without padding, or from the first token again."
             )
         else:
             self._restart(as_integers(self.history[:, :length], "history", rank=2))
@@ -248,13 +240,13 @@ class DecoderCache:
         lengths = new.sum(axis=1)
         if self.length or not lengths.all() or not np.array_equal(new, right_aligned(lengths, count)):
             raise InputError(
-                "decoder_attention_mask may hide padding on the left of the first tokens only, and leaves one in each "
+                "decoder_attention_mask must hide padding on the left of the first tokens only, and leave one in each "
                 "row. Padding on the right needs no mask: no token looks to its right."
             )
-        if hasattr(self.backend, "positions"):
+        if hasattr(self.backend, "positions"):  # absolute ones leave open whether padding counts
             raise InputError(
-                "decoder_attention_mask must not hide padding for this model: absolute positions leave open whether it "
-                "counts. Give prefixes of one length."
+                "decoder_attention_mask must hide no padding for a model with absolute positions. Give prefixes of one "
+                "length."
             )
         return count - lengths[:, None]
 
@@ -273,10 +265,10 @@ def as_cache(past_key_values: Any, backend: Backend) -> DecoderCache:
     if not isinstance(past_key_values, DecoderCache):
         raise InputError(
             f"past_key_values must be what this model returned, got {type(past_key_values).__name__}. Leave it out: "
-            "the backend has a cache of its own, also where the decoder is deeper than the encoder."
+            "the backend has its own cache, also where the decoder is deeper than the encoder."
         )
     if past_key_values.backend is not backend:
-        raise InputError("These past_key_values are of another model: give what this one returned.")
+        raise InputError("These past_key_values are of another model. Give those that this one returned.")
     return past_key_values
 
 

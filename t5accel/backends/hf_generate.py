@@ -1,13 +1,12 @@
-"""Any backend behind transformers' `generate`: beams, sampling, streamers and pipelines as with transformers' own T5.
+"""Any backend as a transformers model, with transformers' own ``generate``.
 
-It is used as optimum's ORTModelForSeq2SeqLM is. What differs: nothing of a source is repeated for its beams, any
-`Backend` can stand behind it, and plain greedy search runs in our own loop, which has less to do around each step.
+It is used as optimum's ORTModelForSeq2SeqLM is. Beams share one encoded source, and searches that
+`hf_loops` knows run in our own loops.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import os
 import shutil
 import warnings
@@ -18,12 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, GenerationConfig, GenerationMixin, PretrainedConfig
-from transformers.generation import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-)
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
@@ -36,12 +29,11 @@ from t5accel.backends.hf_cache import (
     reject_text,
     reject_unsupported,
 )
-from t5accel.backends.hf_loops import DeviceLoops
+from t5accel.backends.hf_loops import BackendLoops
 from t5accel.backends.hf_module import WeightlessModule
-from t5accel.checks import as_count, check_vocabulary
+from t5accel.backends.runtimes import export_backend
+from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, check_backend
-from t5accel.decoding.greedy_search import greedy_steps
-from t5accel.decoding.request import GenerationInputs, StepStream
 from t5accel.decoding.token_constraints import check_special_tokens, constraints_from_config, special_tokens
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.graphs.atomic_write import locked, staged
@@ -54,8 +46,15 @@ if TYPE_CHECKING:
 
 _CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache that grows with the text
 # Arguments and modes of `generate` that reach into the model.
-_UNSUPPORTED = ("output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
-               "decoder_head_mask", "cross_attn_head_mask")  # fmt: skip
+_UNSUPPORTED = (
+    "output_attentions",
+    "output_hidden_states",
+    "inputs_embeds",
+    "decoder_inputs_embeds",
+    "head_mask",
+    "decoder_head_mask",
+    "cross_attn_head_mask",
+)
 _UNSUPPORTED_MODES = (
     "prefill_chunk_size",
     "return_legacy_cache",
@@ -64,40 +63,24 @@ _UNSUPPORTED_MODES = (
     "speculation_type",
 )
 _SHIFT_THE_SOURCE = ("bart", "mbart")  # where forward() has no decoder ids, as transformers does
-_PLAIN_CRITERIA = {MaxLengthCriteria, EosTokenCriteria}  # when plain greedy search stops
 _UPLOAD = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
-_HOW_WEIGHTS_ARE_CUT = ("max_shard_size", "safe_serialization", "save_peft_format", "save_original_format")
-_FILES = ("config.json", "generation_config.json")
+_SHARDING = ("max_shard_size", "safe_serialization", "save_peft_format", "save_original_format")
 
 
-class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
+class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
     """A `Backend` as a transformers model, for inference.
 
-    ``generate`` gives the tokens of transformers' own model in every mode that the installed version brings: greedy,
-    beams, sampling, prompt lookup, an assistant; with any logits processor, stopping criterion and streamer. Tensors
-    may lie on any device; tokens come out where the input ids lie. The weights are the backend's. Use it in a ``with``
-    block, or call ``close()``, to free them before the object is gone.
+    ``generate`` gives the tokens of transformers' own model in every mode of the installed version. Tensors may lie on
+    any device; tokens come out where the input ids lie. Use it in a ``with`` block, or call ``close()``, to free the
+    backend's weights early. ``encoder`` encodes a batch once for several calls:
+    ``generate(encoder_outputs=model.encoder(ids, mask))``.
 
-    Masks are transformers': without an ``attention_mask``, ``generate`` of 4.57 takes padding for padding and that of
-    5.x takes it for text. Give one. A row whose mask is all zero gets an answer that means nothing, and changes no
-    other row.
+    Without an ``attention_mask``, ``generate`` of 4.57 takes padding for padding and that of 5.x takes it for text:
+    give one. A row whose mask is all zero gets a meaningless answer and changes no other row.
 
-    What the configurations ask for and no backend has is left out: ``output_attentions``, ``output_hidden_states``, and
-    ``use_cache=False``, with a warning. Asked for in a call, the first two are refused.
-
-    Args:
-        backend: any runtime that satisfies `Backend`.
-        config: of the model that it runs; copied.
-        generation_config: defaults of ``generate`` such as ``max_length``, copied; if omitted, those of ``config``.
-        tokenizer: of the model; kept for its users, who may do without.
-
-    Attributes:
-        backend, tokenizer: as given.
-        encoder: encodes a batch once for several calls: ``generate(encoder_outputs=model.encoder(ids, mask))``.
-
-    Raises:
-        InputError: no backend, or the configuration of another model. From ``generate`` and ``forward``: arguments that
-            no backend can serve (attentions, hidden states, embeddings), caches and encoder outputs of other models.
+    A stored configuration's ``output_attentions``, ``output_hidden_states`` and ``use_cache=False`` (with a warning)
+    are ignored; asked for in a call, the first two raise `InputError`, as do caches and encoder outputs of other
+    models.
 
     >>> import torch
     >>> from t5accel.backends.torch_eager import TorchEager
@@ -124,8 +107,8 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         entries = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
         if entries != backend.vocab_size:
             raise InputError(
-                f"config.vocab_size is {entries!r} and the backend's {backend.vocab_size!r}: give the configuration of "
-                "the model that the backend runs."
+                f"config.vocab_size must be the backend's, {backend.vocab_size!r}, got {entries!r}. Give the "
+                "configuration of the model that the backend runs."
             )
         check_special_tokens(config, generation_config, backend)
         config = copy.deepcopy(config)  # transformers writes into it, and it may be that of a torch model in use
@@ -167,23 +150,15 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
-        """Logits of the next token at each position, as transformers' own T5 gives them.
+        """Logits (R, T, V) float32 at each position, as transformers' own T5 gives them.
 
         Args:
-            input_ids, attention_mask: (B, S), the source.
-            decoder_input_ids: (R, T), with ``past_key_values`` only the tokens that it has not read; if omitted, the
+            decoder_input_ids: (R, T), with ``past_key_values`` only the tokens that it has not read. If omitted: the
                 labels shifted to the right, or for BART and mBART the source.
             decoder_attention_mask: (R, P + T), 0 for padding on the left.
-            encoder_outputs: what ``encoder`` returned, in place of the source.
-            past_key_values: what an earlier call returned, in place of the source, which it knows. Changed in place.
-            labels: (R, T), -100 where they do not count.
-            use_cache: with ``False`` no ``past_key_values`` are returned.
-
-        Returns:
-            ``logits`` (R, T, V) float32, ``past_key_values``, and with labels the mean cross-entropy ``loss``.
-
-        Raises:
-            InputError: see the class.
+            encoder_outputs: returned by ``encoder``, in place of the source.
+            past_key_values: returned by an earlier call, in place of the source. Changed in place.
+            labels: (R, T), -100 where they do not count in the mean cross-entropy ``loss``.
         """
         reject_unsupported(kwargs)
         if past_key_values is None:
@@ -195,7 +170,7 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         if decoder_input_ids is None:
             shifted = input_ids if labels is None and self.config.model_type in _SHIFT_THE_SOURCE else labels
             if shifted is None:
-                raise InputError("There is nothing to decode: give decoder_input_ids or labels, or use generate().")
+                raise InputError("There is nothing to decode. Give decoder_input_ids or labels, or use generate().")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(shifted)
         logits, loss = cache.append(decoder_input_ids, decoder_attention_mask), None
         logits = logits.to(getattr(decoder_input_ids, "device", "cpu"))
@@ -224,18 +199,18 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         reject_text(given)
         if given is not None and not isinstance(given, torch.Tensor):
             raise InputError(
-                f"input_ids must be a tensor (B, S) of token ids, got {type(given).__name__}: give torch.tensor(…)."
+                f"input_ids must be a tensor (B, S) of token ids, got {type(given).__name__}. Give torch.tensor(…)."
             )
         if given is None and kwargs.get("encoder_outputs") is None:
             reject_unsupported({name: kwargs.get(name) for name in _UNSUPPORTED})
-            raise InputError("There is nothing to answer: give input_ids (B, S), or encoder_outputs.")
+            raise InputError("There is nothing to answer. Give input_ids (B, S), or encoder_outputs.")
         # transformers' loop runs where the inputs are: with them go its processors, and the tokens come out there.
         device = as_encoded(kwargs["encoder_outputs"]).device if given is None else given.device
         kwargs = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in kwargs.items()}
         with self.looping_on(device):
             return super().generate(inputs, *args, **kwargs)
 
-    # What `generate` calls. Both lines of transformers give whole sequences, beside more than a backend needs.
+    # `generate` calls the next methods. 4.57 and 5.x give whole sequences, and more arguments than a backend needs.
 
     def prepare_inputs_for_generation(
         self,
@@ -280,12 +255,10 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         return super()._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)
 
     def _expand_inputs_for_generation(
-        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: torch.Tensor | None = None,
-        encoder_outputs: EncodedBatch | None = None, **model_kwargs: Any,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
-        input_ids, model_kwargs = super()._expand_inputs_for_generation(
-            expand_size=expand_size, input_ids=input_ids, **model_kwargs
-        )
+        self, expand_size: int = 1, *, encoder_outputs: EncodedBatch | None = None, **model_kwargs: Any
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        model_kwargs["is_encoder_decoder"] = False  # or it would look for hidden states to repeat
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(expand_size=expand_size, **model_kwargs)
         if encoder_outputs is not None:
             model_kwargs["encoder_outputs"] = as_encoded(encoder_outputs).repeated(expand_size)
         return input_ids, model_kwargs
@@ -296,61 +269,13 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
         reject_unsupported({name: getattr(generation_config, name, None) for name in _UNSUPPORTED_MODES})
         if generation_config.cache_implementation not in _CACHES:
             raise InputError(
-                f"cache_implementation is {generation_config.cache_implementation!r}: leave it out, the backend has a "
-                "cache of its own."
+                f"cache_implementation must be left out, got {generation_config.cache_implementation!r}: the backend "
+                "has its own cache."
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             encoded, mask = as_encoded(model_kwargs.get("encoder_outputs")), model_kwargs.get("attention_mask")
             cache = model_kwargs["past_key_values"] = encoded.start(self.backend, mask)
             cache.is_private = not generation_config.return_dict_in_generate
-
-    def _sample(
-        self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-        synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Plain greedy search runs in our own loop, for which a backend may find tokens without all their logits."""
-        request = None
-        if not generation_config.do_sample:
-            request = self._plain_request(
-                input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-            )
-        if request is None or streamer is not None:
-            return super()._sample(
-                input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-                generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
-            )  # fmt: skip
-        steps = greedy_steps(self.backend, request, model_kwargs["past_key_values"].state)
-        tokens = StepStream(request.prefix, self.backend.pad_token_id, steps).generated().sequences
-        return torch.from_numpy(tokens).to(input_ids.device)
-
-    def _plain_request(
-        self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any], rows: int = 1
-    ) -> GenerationInputs | None:
-        """What our own loop is to do, if all that is asked for are bounds on the number of tokens."""
-        cache, read = others.get("past_key_values"), prefix.shape[1]
-        by_type = {type(each): each for each in (*processors, *criteria)}
-        # Each processor that knows of ends has the same ones.
-        ends = {tuple(each.eos_token_id.tolist()) for each in by_type.values() if hasattr(each, "eos_token_id")}
-        if (
-            others.get("decoder_attention_mask") is not None
-            or set(by_type) - {MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor} != _PLAIN_CRITERIA
-            or len(by_type) < len(processors) + len(criteria)
-            or len(ends) != 1 or config._pad_token_tensor != self.backend.pad_token_id
-            or any(not 0 <= end < self.backend.vocab_size for end in next(iter(ends)))
-            or not isinstance(cache, DecoderCache) or not cache.is_private or cache.shape[1] != rows
-        ):  # fmt: skip
-            return None
-        longest, least = by_type[MaxLengthCriteria].max_length - read, 0
-        if shortest := by_type.get(MinLengthLogitsProcessor):
-            least = shortest.min_length - read
-        if shortest := by_type.get(MinNewTokensLengthLogitsProcessor):
-            least = max(least, shortest.prompt_length_to_skip + shortest.min_new_tokens - read)
-        if longest < 1 or longest + read - 1 > getattr(self.backend, "positions", math.inf):
-            return None
-        begun = prefix.cpu().numpy()
-        check_vocabulary(begun, self.backend.vocab_size, "decoder_input_ids")
-        ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
-        return GenerationInputs(ids, mask, begun, longest, max(0, min(least, longest)), next(iter(ends)))
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> None:
         raise InputError("Continuous batching needs transformers' own paged attention: give generate() a batch.")
@@ -368,39 +293,30 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
     ) -> AcceleratedT5:
         """The model in the folder of an ONNX export.
 
-        Args:
-            folder: holds the graphs, ``config.json`` and, if there are defaults, ``generation_config.json``.
-            backend: the class that runs it; by default, on ONNX Runtime, `OrtStatic` on a CPU, and `OrtPointers` if
-                ``settings`` name another device.
-            config, generation_config, tokenizer: in place of those in the folder.
-            options: of the backend.
-
-        Raises:
-            ModelUnavailableError: no configuration is there; and what the backend raises of a folder that is no export.
+        ``backend`` is the class that runs it, with ``options``: by default `OrtStatic` on a CPU, and `OrtPointers` if
+        ``settings`` name another device. ``ModelUnavailableError`` without a ``config.json``.
         """
         folder = as_folder(folder)
         if backend is None:
-            if getattr(options.get("settings"), "device", "cpu") == "cpu":
-                from t5accel.backends.ort_static import OrtStatic as backend
-            else:
-                from t5accel.backends.ort_cuda import OrtPointers as backend
+            backend = export_backend(getattr(options.get("settings"), "device", "cpu"))
         running = backend(folder, **options)
         if config is None:
-            if not (folder / _FILES[0]).is_file():
-                raise ModelUnavailableError(f"{folder} holds no {_FILES[0]}: export the model again.")
+            if not (folder / "config.json").is_file():
+                raise ModelUnavailableError(f"{folder} holds no config.json: export the model again.")
             config = load_pretrained(AutoConfig.from_pretrained, folder)
-        if generation_config is None and (folder / _FILES[1]).is_file():
+        if generation_config is None and (folder / "generation_config.json").is_file():
             generation_config = GenerationConfig.from_pretrained(folder)
         if tokenizer is None:
             tokenizer = load_tokenizer(folder)
         return cls(running, config, generation_config, tokenizer)
 
     @classmethod
-    def around(cls, backend: Backend) -> AcceleratedT5:
-        """The model that a backend runs, with its configuration and defaults; raises as `from_pretrained`."""
+    def around(cls, backend: Backend, **options: Any) -> AcceleratedT5:
+        """The model that a backend runs, with its configuration and defaults; arguments as in `from_pretrained`."""
         if (model := getattr(backend, "model", None)) is not None:
-            return cls(backend, model.config, model.generation_config)
-        return cls.from_pretrained(backend.folder, backend=lambda _: backend)
+            configs = {"config": model.config, "generation_config": model.generation_config}
+            return cls(backend, **configs | options)
+        return cls.from_pretrained(backend.folder, backend=lambda _: backend, **options)
 
     def save_pretrained(
         self,
@@ -412,33 +328,24 @@ class AcceleratedT5(WeightlessModule, DeviceLoops, GenerationMixin):
     ) -> None:
         """Copy the export that the backend came from, with this model's configuration and defaults.
 
-        The folder appears whole or not at all: its files are written beside it and it is renamed at the end.
-
-        Args:
-            save_directory: a folder that is new or empty, and not inside the export.
-            is_main_process: with ``False`` nothing is written.
-            push_to_hub: upload it as well, to ``repo_id`` or else a repository of the folder's name.
-            kwargs: of `push_to_hub`. How transformers cuts weights into files means nothing here and is ignored.
-
-        Raises:
-            InputError: the backend came from no folder, ``save_directory`` is no such folder, or an argument would
-                change what is saved, such as ``state_dict`` or ``variant``.
-            ExportError: the disk is full, or refuses.
+        The folder must be new or empty and outside the export; it appears whole or not at all. ``kwargs`` are those of
+        `push_to_hub`, whose ``repo_id`` is the folder's name by default; sizes of weight files are ignored.
+        ``InputError`` for a backend that came from no folder, and for arguments that would change what is saved.
         """
         upload = {name: kwargs.pop(name) for name in _UPLOAD if name in kwargs}
-        reject_unsupported({name: value for name, value in kwargs.items() if name not in _HOW_WEIGHTS_ARE_CUT})
+        reject_unsupported({name: value for name, value in kwargs.items() if name not in _SHARDING})
         if not is_main_process:
             return
         source, target = getattr(self.backend, "folder", None), Path(save_directory).absolute()
         if source is None:
             raise InputError(
-                f"A {type(self.backend).__name__} came from no folder that could be copied: save the model that it "
+                f"A {type(self.backend).__name__} came from no folder that could be copied. Save the model that it "
                 "runs, or export that to ONNX."
             )
         if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
-            raise InputError(f"{target} is there and is no empty folder: give a new one.")
+            raise InputError(f"{target} exists and is no empty folder. Give a new one.")
         if Path(source).resolve() in target.resolve().parents:
-            raise InputError(f"{target} lies inside {source}, which is to be copied: give a folder elsewhere.")
+            raise InputError(f"{target} lies inside {source}, the folder to copy. Give a folder elsewhere.")
         with locked(target), staged(target) as folder:
             shutil.copytree(source, folder, dirs_exist_ok=True)
             # Checked before it is written again, or damage would get hashes that are right.

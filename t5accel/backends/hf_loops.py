@@ -1,11 +1,10 @@
-"""Beam search and sampling of transformers' ``generate`` in our own loops, where a backend takes many steps at once.
+"""Searches of transformers' ``generate`` in our own loops, where a backend finds tokens without all their logits."""
 
-Whatever these loops do not know, a processor, a criterion, a streamer, an output beside the tokens, is left to
-transformers, step by step.
-"""
+# A processor, criterion, streamer or output that these loops do not know leaves the call to transformers, step by step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,9 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.generation import (
+    EosTokenCriteria,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     LogitNormalization,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -26,15 +29,18 @@ from transformers.generation import (
 )
 
 from t5accel.backends.hf_cache import DecoderCache
+from t5accel.checks import check_vocabulary
 from t5accel.decoding.beam import BeamState
-from t5accel.decoding.request import StepStream
+from t5accel.decoding.greedy_search import greedy_steps
+from t5accel.decoding.request import GenerationInputs, StepStream
 from t5accel.decoding.sampling import SamplingParams, generators, run_steps
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
 
-# In the order in which `sampling.probabilities` applies them: where each number stands, and its name in
+_LENGTH_PROCESSORS = {MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor}
+# In the order in which `sampling.probabilities` applies them: the attribute with the number, and its name in
 # `SamplingParams`.
-_CHANGES = {
+_WARPERS = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
     TopKLogitsWarper: ("top_k", "top_k"),
@@ -43,86 +49,128 @@ _CHANGES = {
 }
 
 
-class DeviceLoops:
-    """Half of `hf_generate.AcceleratedT5`, whose ``_plain_request`` says the lengths, ends and criteria of a call."""
+class BackendLoops:
+    """Greedy search, sampling and beam search of `hf_generate.AcceleratedT5` on its backend."""
 
     backend: Any
 
+    def _sample(self, input_ids: torch.Tensor, *, streamer: Any = None, **call: Any) -> Any:
+        if streamer is None:
+            decode = self._draw if call["generation_config"].do_sample else self._greedy
+            tokens = decode(input_ids, **call)
+            if tokens is not None:
+                return torch.from_numpy(tokens).to(input_ids.device)
+        return super()._sample(input_ids, streamer=streamer, **call)
+
+    def _beam_search(self, input_ids: torch.Tensor, **call: Any) -> Any:
+        if hasattr(self.backend, "run_beams") and not call["generation_config"].do_sample:
+            tokens = self._beams(input_ids, **call)
+            if tokens is not None:
+                return torch.from_numpy(tokens).to(input_ids.device)
+        return super()._beam_search(input_ids, **call)
+
+    def _greedy(
+        self, prefix: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
+    ) -> np.ndarray | None:
+        request = self._as_greedy_request(prefix, logits_processor, stopping_criteria, generation_config, others)
+        if request is None:
+            return None
+        steps = greedy_steps(self.backend, request, others["past_key_values"].state)
+        return StepStream(request.prefix, self.backend.pad_token_id, steps).generated().sequences
+
     def _draws_on_the_device(self) -> bool:
-        """On a CPU sampling is left to transformers, whose draws a seed of torch's repeats."""
+        """On a CPU transformers draws, so that a seed of torch's gives its tokens."""
         return hasattr(self.backend, "run_samples") and torch.device(self.backend.device).type != "cpu"
 
-    def _beam_search(
-        self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-        synced_gpus: bool = False, **model_kwargs: Any,
-    ) -> Any:  # fmt: skip
-        config, found, beams = generation_config, None, generation_config.num_beams
-        if hasattr(self.backend, "run_beams") and not config.do_sample:
-            found = _rules(logits_processor, self.backend.vocab_size)
-        if found is not None:
-            request = self._plain_request(
-                input_ids[::beams], found[1], stopping_criteria, config, model_kwargs, rows=beams
+    def _draw(
+        self, prefix: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
+    ) -> np.ndarray | None:
+        found = _sampling(logits_processor) if self._draws_on_the_device() else None
+        if found is None:
+            return None
+        sampling, processors = found
+        rules, processors = _constraints(processors, self.backend.vocab_size) or (NO_CONSTRAINTS, processors)
+        cache = others.get("past_key_values")
+        rows = cache.shape[1] if isinstance(cache, DecoderCache) else 1
+        request = self._as_greedy_request(
+            prefix[::rows], processors, stopping_criteria, generation_config, others, rows
+        )
+        if request is None:
+            return None
+        given = np.repeat(request.prefix, rows, axis=0)
+        draws = generators(int(torch.randint(2**62, ())), len(request.ids), rows)  # torch.manual_seed repeats them
+        steps = run_steps(self.backend, replace(request, rules=rules), given, sampling, draws, cache.state)
+        return StepStream(given, self.backend.pad_token_id, steps).generated().sequences
+
+    def _beams(
+        self, prefix: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
+    ) -> np.ndarray | None:
+        config, found = generation_config, _constraints(logits_processor, self.backend.vocab_size)
+        if found is None:
+            return None
+        (rules, processors), beams = found, config.num_beams
+        request = self._as_greedy_request(prefix[::beams], processors, stopping_criteria, config, others, beams)
+        if request is None or rules.forced_bos_token_id in request.eos_token_ids:
+            return None  # an answer that ends with its first token
+        try:
+            search = BeamState(
+                len(request.ids),
+                beams,
+                vocab_size=self.backend.vocab_size,
+                eos_token_id=request.eos_token_ids[0],
+                max_new_tokens=request.max_new_tokens,
+                min_new_tokens=request.min_new_tokens,
+                length_penalty=config.length_penalty,
+                early_stopping=config.early_stopping,
+                rules=replace(rules, eos_token_ids=request.eos_token_ids),
+                has_prefix=request.prefix.shape[1] > 1,
             )
-            search = None if request is None else _beams(self.backend, replace(request, rules=found[0]), config)
-            if search is not None:
-                search.run(self.backend, model_kwargs["past_key_values"].state, request.prefix)
-                pad = self.backend.pad_token_id or int(config._eos_token_tensor[0])  # transformers' own choice
-                new, _ = search.best(config.num_return_sequences, pad_token_id=pad)
-                given = np.repeat(request.prefix, config.num_return_sequences, axis=0)
-                return torch.from_numpy(np.concatenate([given, new], axis=1)).to(input_ids.device)
-        return super()._beam_search(
-            input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-            generation_config=generation_config, synced_gpus=synced_gpus, **model_kwargs,
-        )  # fmt: skip
+        except InputError:  # transformers searches more than `BeamState` does
+            return None
+        search.run(self.backend, others["past_key_values"].state, request.prefix)
+        pad = self.backend.pad_token_id or int(config._eos_token_tensor[0])  # transformers' own choice
+        new, _ = search.best(config.num_return_sequences, pad_token_id=pad)
+        return np.concatenate([np.repeat(request.prefix, config.num_return_sequences, axis=0), new], axis=1)
 
-    def _sample(
-        self, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-        synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """The seed of draws on the device comes from torch's generator: ``torch.manual_seed`` repeats them."""
-        config, found = generation_config, None
-        if config.do_sample and streamer is None and self._draws_on_the_device():
-            found = _sampling(logits_processor)
-        if found is not None:
-            sampling, others = found
-            rules, others = _rules(others, self.backend.vocab_size) or (NO_CONSTRAINTS, others)
-            cache = model_kwargs.get("past_key_values")
-            rows = cache.shape[1] if isinstance(cache, DecoderCache) else 1
-            request = self._plain_request(input_ids[::rows], others, stopping_criteria, config, model_kwargs, rows=rows)
-            if request is not None:
-                seed, given = int(torch.randint(2**62, ())), np.repeat(request.prefix, rows, axis=0)
-                draws = generators(seed, len(request.ids), rows)
-                steps = run_steps(self.backend, replace(request, rules=rules), given, sampling, draws, cache.state)
-                tokens = StepStream(given, self.backend.pad_token_id, steps).generated().sequences
-                return torch.from_numpy(tokens).to(input_ids.device)
-        return super()._sample(
-            input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-            generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
-        )  # fmt: skip
-
-
-def _beams(backend: Any, request: Any, config: Any) -> BeamState | None:
-    """The search that is asked for; ``None`` where `BeamState` refuses it, or an answer would end with its first
-    token."""
-    if request.rules.forced_bos_token_id in request.eos_token_ids:
-        return None
-    try:
-        return BeamState(
-            len(request.ids), config.num_beams, vocab_size=backend.vocab_size, eos_token_id=request.eos_token_ids[0],
-            max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens,
-            length_penalty=config.length_penalty, early_stopping=config.early_stopping,
-            rules=replace(request.rules, eos_token_ids=request.eos_token_ids), begun=request.prefix.shape[1] > 1,
-        )  # fmt: skip
-    except InputError:
-        return None
+    def _as_greedy_request(
+        self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any], rows: int = 1
+    ) -> GenerationInputs | None:
+        """The inputs of our own loop; ``None`` unless only lengths and ends bound the call."""
+        cache, read = others.get("past_key_values"), prefix.shape[1]
+        by_type = {type(each): each for each in (*processors, *criteria)}
+        # Each processor that knows of ends has the same ones.
+        ends = {tuple(each.eos_token_id.tolist()) for each in by_type.values() if hasattr(each, "eos_token_id")}
+        if (
+            others.get("decoder_attention_mask") is not None
+            or set(by_type) - _LENGTH_PROCESSORS != {MaxLengthCriteria, EosTokenCriteria}
+            or len(by_type) < len(processors) + len(criteria)
+            or len(ends) != 1
+            or config._pad_token_tensor != self.backend.pad_token_id
+            or any(not 0 <= end < self.backend.vocab_size for end in next(iter(ends)))
+            or not isinstance(cache, DecoderCache)
+            or not cache.is_private
+            or cache.shape[1] != rows
+        ):
+            return None
+        longest, least = by_type[MaxLengthCriteria].max_length - read, 0
+        if shortest := by_type.get(MinLengthLogitsProcessor):
+            least = shortest.min_length - read
+        if shortest := by_type.get(MinNewTokensLengthLogitsProcessor):
+            least = max(least, shortest.prompt_length_to_skip + shortest.min_new_tokens - read)
+        if longest < 1 or longest + read - 1 > getattr(self.backend, "positions", math.inf):
+            return None
+        given = prefix.cpu().numpy()
+        check_vocabulary(given, self.backend.vocab_size, "decoder_input_ids")
+        ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
+        return GenerationInputs(ids, mask, given, longest, max(0, min(least, longest)), next(iter(ends)))
 
 
-def _rules(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConstraints, list[Any]] | None:
-    """Forced and suppressed tokens, and the processors of other kinds; ``None`` where these rules cannot say it.
+def _constraints(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConstraints, list[Any]] | None:
+    """Forced and suppressed tokens, and the other processors; ``None`` where `TokenConstraints` cannot say it.
 
-    >>> rules, others = _rules([ForcedBOSTokenLogitsProcessor(7), SuppressTokensLogitsProcessor([5, 6]), "other"], 9)
+    >>> rules, others = _constraints([ForcedBOSTokenLogitsProcessor(7), SuppressTokensLogitsProcessor([5]), "other"], 9)
     >>> rules.forced_bos_token_id, rules.suppress_tokens, others
-    (7, (5, 6), ['other'])
+    (7, (5,), ['other'])
     """
     fields: dict[str, Any] = {}
     others, never, seen = [], set(), {type(each) for each in processors}
@@ -151,21 +199,16 @@ def _rules(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConstraints
 
 
 def _sampling(processors: Sequence[Any]) -> tuple[SamplingParams, list[Any]] | None:
-    """What is changed in the distribution, and the other processors; ``None`` where `SamplingParams` means
-    something else.
-
-    >>> _sampling([TemperatureLogitsWarper(0.5), TopKLogitsWarper(7), "other"])
-    (SamplingParams(temperature=0.5, top_k=7, top_p=1.0, min_p=0.0, repetition_penalty=1.0), ['other'])
-    """
-    changes = [each for each in processors if type(each) in _CHANGES]
-    order = [[*_CHANGES].index(type(each)) for each in changes]
+    """Sampling parameters, and the other processors; ``None`` where `SamplingParams` means something else."""
+    warpers = [each for each in processors if type(each) in _WARPERS]
+    order = [[*_WARPERS].index(type(each)) for each in warpers]
     usual = dict(filter_value=-float("inf"), min_tokens_to_keep=1, prompt_ignore_length=None)
     if order != sorted(set(order)) or any(
-        getattr(each, name, value) not in (value, None) for each in changes for name, value in usual.items()
+        getattr(each, name, value) not in (value, None) for each in warpers for name, value in usual.items()
     ):
         return None
-    fields = {_CHANGES[type(each)][1]: getattr(each, _CHANGES[type(each)][0]) for each in changes}
+    fields = {_WARPERS[type(each)][1]: getattr(each, _WARPERS[type(each)][0]) for each in warpers}
     try:
-        return SamplingParams(**fields), [each for each in processors if type(each) not in _CHANGES]
+        return SamplingParams(**fields), [each for each in processors if type(each) not in _WARPERS]
     except InputError:
         return None

@@ -1,4 +1,4 @@
-"""The `torch.nn.Module` side of an accelerated model: device, dtype, size, moving, closing."""
+"""The `torch.nn.Module` interface of an accelerated model."""
 
 from __future__ import annotations
 
@@ -21,19 +21,14 @@ _INFERENCE_ONLY = "An accelerated model is for inference only: train transformer
 
 
 class Closed:
-    """Stands where a backend was; any use raises ``InputError``.
-
-    >>> Closed().encode
-    Traceback (most recent call last):
-    t5accel.errors.InputError: This model is closed: open it again.
-    """
+    """Takes the place of a freed backend; any use raises ``InputError``."""
 
     def __getattr__(self, name: str) -> Any:
         raise InputError("This model is closed: open it again.")
 
 
 class WeightlessModule(PreTrainedModel):
-    """A model of transformers whose weights are its backend's: torch sees none that it could move, train or save."""
+    """A transformers model without parameters of its own; its backend holds the weights."""
 
     accepts_loss_kwargs = False  # so that Trainer gives forward() no num_items_in_batch
     backend: Any
@@ -44,15 +39,13 @@ class WeightlessModule(PreTrainedModel):
         """The backend's device; while transformers' loop runs, the loop's, since a backend takes tensors from any."""
         if (loop := _LOOP.get()) is not None:
             return loop
-        place = getattr(self.backend, "device", None) or getattr(
-            getattr(self.backend, "settings", None), "device", "cpu"
-        )
-        device = torch.device(place)
+        settings = getattr(self.backend, "settings", None)
+        device = torch.device(getattr(self.backend, "device", None) or getattr(settings, "device", "cpu"))
         return torch.empty(0, device=device).device if device.type == "cuda" else device  # with its number
 
     @contextmanager
     def looping_on(self, device: torch.device) -> Iterator[None]:
-        """Within it transformers' code, which expects a model where its tensors are, finds it there."""
+        """Report this device meanwhile: transformers expects a model where its tensors are."""
         token = _LOOP.set(device)
         try:
             yield
@@ -68,11 +61,11 @@ class WeightlessModule(PreTrainedModel):
         return getattr(torch, recipe.get("floats", "float32"))
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        """One empty parameter, for those who read a model's device and dtype there; it has no gradient."""
+        """One empty parameter, from which callers read device and dtype."""
         yield torch.nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), requires_grad=False)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Parameters of transformers' own model of this configuration; no trainable ones."""
+        """Number of parameters of transformers' own model; none is trainable."""
         if only_trainable:
             return 0
         own = getattr(self.backend, "model", None)
@@ -112,7 +105,9 @@ class WeightlessModule(PreTrainedModel):
             kind = "torch" if hasattr(self.backend, "model") else type(self.backend).__name__
             return kind, str(self.dtype).removeprefix("torch.")
         kind = "TensorRT" if hasattr(self.backend, "trt") else "ONNX Runtime"
-        return kind + " with OpenVINO" * bool(self.backend.settings.openvino), manifest.recipe["name"]
+        if self.backend.settings.openvino:
+            kind += " with OpenVINO"
+        return kind, manifest.recipe["name"]
 
     def train(self, mode: bool = True) -> Any:
         if mode:
@@ -140,7 +135,7 @@ class WeightlessModule(PreTrainedModel):
         )
 
     def close(self) -> None:
-        """Free the backend's sessions, weights and buffers; later use raises ``InputError``, closing again does not."""
+        """Free the backend's sessions, weights and buffers; any later use but ``close`` raises ``InputError``."""
         if not isinstance(self.backend, Closed):
             getattr(self.backend, "close", bool)()
             self.backend = self.encoder.backend = Closed()

@@ -1,4 +1,4 @@
-"""Answers as a model's ``generation_config`` asks for them: by our own search, or by transformers' ``generate()``."""
+"""Generation by the defaults of a model's ``generation_config``."""
 
 from __future__ import annotations
 
@@ -23,23 +23,12 @@ def by_defaults(
     forced_bos_token_id: int | None = None,
     decoder_start_token_id: int | None = None,
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """A function that answers sources as the model's ``generation_config`` asks: what ``run`` and ``batch`` call.
+    """A function from sources to tokens, searching as the model's ``generation_config`` asks.
 
-    It is our own greedy or beam search. Where the model asks for more than these (`TokenConstraints.unsupported`),
-    it is transformers' ``generate()`` on the same backend, which imports torch. A model with ``do_sample`` then draws,
-    by torch's random state, unless ``num_beams`` names a search.
-
-    Args:
-        backend: any, with the `rules` of its model where it has some.
-        max_new_tokens: upper bound on the length of an answer.
-        num_beams: 1 is greedy search; by default the model's.
-        forced_bos_token_id, decoder_start_token_id: see `greedy.greedy`.
-
-    Returns:
-        ``input_ids`` and ``attention_mask``, both (B, S) int64 -> the new tokens (B, L) int64, padded behind their end.
-
-    Raises:
-        InputError: a number is wrong.
+    It maps ``input_ids`` and ``attention_mask``, (B, S) int64, to the new tokens (B, L) int64, padded behind their end.
+    Our own greedy or beam search runs; where the model asks for more (`TokenConstraints.unsupported`), transformers'
+    ``generate()`` does, which imports torch. A model with ``do_sample`` then draws, by torch's random state, unless
+    ``num_beams`` names a search (1 is greedy).
 
     >>> from t5accel.api import open_backend
     >>> backend, tokenizer, _ = open_backend("mini", progress=False)

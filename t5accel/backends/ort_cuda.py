@@ -1,21 +1,17 @@
-"""The two graphs on ONNX Runtime, which reads and writes torch's tensors where they lie: the way for a GPU.
+"""The two graphs on ONNX Runtime, bound to torch's tensors by address, so that no past leaves the GPU.
 
-torch allocates every input and output on the device, their shapes being known ahead, and the session is told addresses.
-So keys and values never leave the device, and torch gathers them there when beams are reordered. The past of the step
-before last is free when the next one is allocated: two sets of memory take turns. Tokens and masks go in, logits come
-out, of greedy steps only tokens. This is the one ONNX backend that needs torch. It runs on the CPU too, for tests.
+It runs on the CPU, too, for tests.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from t5accel.backends.ort_numpy import OrtNumpy, OrtState
+from t5accel.backends.ort_numpy import OrtNumpy, OrtState, as_blocks
 from t5accel.decoding.backend import SuppressedTokens
 from t5accel.errors import InputError, MissingPackageError
 
@@ -26,43 +22,30 @@ _OTHERS = dict.fromkeys(("input_ids", "attention_mask", "past_mask"), torch.int6
 def bind_tensor(
     binding: Any, name: str, tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device, is_output: bool = False
 ) -> None:
-    """Tell a binding the address of a tensor, after checking that what lies there is what the session will take it for.
+    """Bind a tensor by its address, to be kept alive until the run has ended.
 
-    An address says nothing about strides, type or device. A transposed tensor would be read as if it were not, and one
-    of another type as other numbers: wrong results without an error. Whoever binds keeps the tensor alive until the
-    run has ended; the binding does not.
-
-    Args:
-        binding: an ``onnxruntime.IOBinding``.
-        name: of the graph's input or output.
-        tensor: any shape. An empty one has no address: in its place an empty one of ONNX Runtime's own is bound.
-        dtype: what the graph wants.
-        device: where the session runs.
-        is_output: the session writes to it.
-
-    Raises:
-        InputError: it is no tensor, of another type, on another device, or not contiguous.
+    Raises ``InputError`` for another type or device and for a tensor that is not contiguous. An address says nothing
+    about them: the session would read wrong numbers without an error.
 
     >>> cpu, rows = torch.device("cpu"), torch.zeros(2, 3)
     >>> bind_tensor(None, "past_key_0", rows.T, dtype=torch.float32, device=cpu)
     Traceback (most recent call last):
-    t5accel.errors.InputError: past_key_0 has strides (1, 3) at shape (3, 2): an address can be bound only of a ...
+    t5accel.errors.InputError: past_key_0 must be contiguous, got strides (1, 3) at shape (3, 2). Give ...
     """
     if not isinstance(tensor, torch.Tensor) or dtype not in ELEMENT_TYPES:
-        raise InputError(
-            f"{name} is a {type(tensor).__name__} to be bound as {dtype}: give a tensor of float or int64."
-        )
+        kinds = ", ".join(map(str, ELEMENT_TYPES))
+        raise InputError(f"{name} must be a tensor of {kinds}, got {type(tensor).__name__} for {dtype}.")
     if tensor.dtype != dtype:
-        raise InputError(f"{name} is of type {tensor.dtype}; the graph takes {dtype}: convert it with .to().")
+        raise InputError(f"{name} must be of {dtype}, got {tensor.dtype}. Convert it with .to().")
     if tensor.device != device:
-        raise InputError(f"{name} is on {tensor.device}; the session runs on {device}: move it there with .to().")
+        raise InputError(f"{name} must be on {device}, got {tensor.device}. Move it with .to().")
     if not tensor.is_contiguous():
         raise InputError(
-            f"{name} has strides {tensor.stride()} at shape {tuple(tensor.shape)}: an address can be bound only of a "
-            "contiguous tensor, so give tensor.contiguous()."
+            f"{name} must be contiguous, got strides {tensor.stride()} at shape {tuple(tensor.shape)}. "
+            "Give tensor.contiguous()."
         )
     shape, element, place = tuple(tensor.shape), ELEMENT_TYPES[dtype], (device.type, device.index or 0)
-    if not tensor.numel():
+    if not tensor.numel():  # it has no address
         from onnxruntime import OrtValue
 
         empty = OrtValue.ortvalue_from_shape_and_type(shape, element, *place)
@@ -73,23 +56,13 @@ def bind_tensor(
 
 
 class OrtPointers(OrtNumpy):
-    """A `Backend` like `OrtNumpy`, with the same arguments and the same numbers, on torch tensors bound by address.
+    """A `Backend` like `OrtNumpy`, with the same arguments, on torch tensors bound by address.
 
-    ``settings=SessionSettings(device="cuda")`` runs it on the first GPU.
-
-    Raises:
-        MissingPackageError: for that device, this torch or this onnxruntime has no CUDA.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.decoding.greedy_search import greedy
-    >>> from t5accel.graphs.export import export_model
-    >>> with TemporaryDirectory() as folder:
-    ...     _ = export_model("mini", f"{folder}/mini")
-    ...     greedy(OrtPointers(f"{folder}/mini"), [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
-    (1, 5)
+    ``settings=SessionSettings(device="cuda")`` runs it on the first GPU, and raises ``MissingPackageError`` where torch
+    or onnxruntime has no CUDA.
     """
 
-    _takes_shortlist = False  # it is for a GPU, where heads of integers are not the ones that are fast
+    _takes_shortlist = False  # on a GPU an integer head is not faster
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -106,7 +79,7 @@ class OrtPointers(OrtNumpy):
         return cross
 
     def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None) -> np.ndarray:
-        """The likeliest is found where the logits are: of them only its number comes to the host."""
+        """The likeliest next tokens, found on the device: only they come to the host."""
         new = np.ascontiguousarray(input_ids)
         logits, past = self._decode(state, new, state.rows.mask())
         last = logits[:, :, -1]  # of memory that nobody else reads
@@ -125,10 +98,11 @@ class OrtPointers(OrtNumpy):
     def _decode(
         self, state: OrtState, new: np.ndarray, past_mask: np.ndarray
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The same, but the logits stay on the device."""
+        """Like `_run_decoder`, with the logits on the device."""
         batch, rows, count = new.shape
         length = past_mask.shape[2] + count
         logits = torch.empty((batch, rows, count, self.vocab_size), dtype=torch.float32, device=self.device)
+        # The past of the step before last is free by now, so torch's allocator takes turns between two sets of memory.
         present = [self._empty((batch, rows, heads, length, self.dims.d_kv)) for heads in self.past_heads]
         inputs = {"input_ids": self._from_host(new), "past_mask": self._from_host(past_mask)}
         inputs.update(zip(self.past_names, state.past, strict=True))
@@ -136,8 +110,8 @@ class OrtPointers(OrtNumpy):
         if binding is None:
             binding, inputs = self.decoder.io_binding(), {**inputs, **state.source.inputs}
         self._run(self.decoder, binding, inputs, dict(zip(self.outputs, [logits, *present], strict=True)))
-        # Kept for the next step, where cross-attention is bound already, to tensors that the source keeps alive. All
-        # else is bound anew by every step; between steps these addresses may be of tensors that are gone.
+        # Cross-attention stays bound for the next step, to tensors that the source keeps alive. Each step binds all
+        # others again, since their addresses may be of tensors that are gone.
         state.binding = binding
         return logits, present
 
@@ -145,10 +119,9 @@ class OrtPointers(OrtNumpy):
         self, session: Any, binding: Any, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> None:
         if self.device.type == "cuda":
-            # torch and the session queue their work on the device in streams of their own, which do not wait for each
-            # other. Inputs have to be there before they are bound, since binding may copy one that a node on the CPU
-            # reads. All else that torch has queued must be done, too: a fresh output may have the memory of a freed
-            # tensor that a queued gather has yet to read.
+            # torch and the session queue work in separate streams. Inputs must be there before they are bound, since
+            # binding may copy one that a node on the CPU reads. So must everything else that torch has queued: a fresh
+            # output may have the memory of a freed tensor that a queued gather has yet to read.
             torch.cuda.synchronize(self.device)
         self._bind(binding, inputs, outputs)
         session.run_with_iobinding(binding)
@@ -167,7 +140,7 @@ class OrtPointers(OrtNumpy):
         return pinned.copy_(tensor).numpy()  # waits for the copy; the array keeps the memory
 
     def _from_host(self, array: np.ndarray) -> torch.Tensor:
-        # A copy, because torch warns of a read-only array and would share memory with any other.
+        # A copy: torch warns of a read-only array and shares memory with any other.
         return torch.from_numpy(np.array(array, order="C")).to(self.device)
 
     def _hold(self, array: torch.Tensor) -> torch.Tensor:
@@ -179,16 +152,11 @@ class OrtPointers(OrtNumpy):
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=self.device)
 
-    def _reordered(self, state: OrtState, index: torch.Tensor) -> list[torch.Tensor]:
-        return [self._gathered(past, 2, index, past.shape[:2]) for past in state.past]
-
-    def _trimmed(
-        self, state: OrtState, shape: tuple[int, ...], by_heads: Mapping[int, np.ndarray]
+    def _gather_past(
+        self, state: OrtState, axes: int, indices: list[torch.Tensor], shapes: list[tuple[int, ...]]
     ) -> list[torch.Tensor]:
-        index = {heads: self._from_host(flat) for heads, flat in by_heads.items()}
-        (batch, rows, width), heads_of = shape, zip(state.past, self.past_heads, strict=True)
-        return [self._gathered(past, 4, index[heads], (batch, rows, heads, width)) for past, heads in heads_of]
+        tensors = zip(state.past, indices, shapes, strict=True)
+        return [self._gathered(past, axes, index, shape) for past, index, shape in tensors]
 
-    def _take(self, array: torch.Tensor, axes: int, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        block = array.shape[axes:]
-        return array.reshape(math.prod(array.shape[:axes]), *block).index_select(0, index).reshape(*shape, *block)
+    def _take(self, array: torch.Tensor, axes: int, index: torch.Tensor) -> torch.Tensor:
+        return as_blocks(array, axes).index_select(0, index)

@@ -1,18 +1,4 @@
-"""How memory is used: again, for fresh memory costs a page fault for every few kilobytes; on huge pages; and in slices.
-
-**Again.** On a virtual machine that has to ask its host for each page, fresh memory costs many times as much (`Pool`,
-`Spare`).
-
-**On huge pages**, where Linux lets a process ask for them. A decoding step reads every weight of the decoder once. On
-pages of 4 KiB the processor has to look up an address every four kilobytes, on pages of 2 MiB hardly ever, and reading
-gets faster. ONNX Runtime allocates its packed weights with plain ``malloc``, which most systems back with small pages;
-so we ask for the exchange once they are there (``MADV_COLLAPSE``, Linux 6.1). It takes about a millisecond per
-megabyte, once (`huge_pages`).
-
-**In slices.** A large batch is encoded a few rows at a time. The scores of attention grow with the square of the
-source, (B, H, S, S): of 32 sources of 512 tokens they are 268 MB in every layer, written and read several times. Of a
-few rows they stay in the processor's caches (`encode_in_slices`).
-"""
+"""Buffer reuse, huge pages for weights, and encoding large batches in slices."""
 
 from __future__ import annotations
 
@@ -33,70 +19,56 @@ if TYPE_CHECKING:
 
 RunInto = Callable[[Mapping[str, np.ndarray], Mapping[str, np.ndarray]], None]
 
+# Buffers are used again because fresh memory costs a page fault for every 4 KB, many times as much on virtual machines.
 
-class Pool:
-    """One set of large arrays, handed out again once nobody holds any of them.
 
-    What is handed out holds a reference to the memory, and so does whatever is sliced from it: the memory is free when
-    it has no more references than it was made with. Threads may share a pool. It keeps the last set until
-    it goes itself.
+class BufferPool:
+    """One set of large arrays, handed out again once nothing refers to them. Threads may share it.
 
-    >>> pool = Pool()
+    >>> pool = BufferPool()
     >>> first = pool.arrays([(2, 3)], np.float32)
-    >>> first[0][:] = 7
-    >>> part = first[0][1, :2]
+    >>> part, address = first[0][1, :2], first[0].ctypes.data
     >>> del first
-    >>> second = pool.arrays([(2, 3)], np.float32)  # `part` still holds the memory: this is another
-    >>> second[0][:] = 8
-    >>> address = second[0].ctypes.data
-    >>> del second
-    >>> part.tolist(), pool.arrays([(3, 1)], np.float32)[0].ctypes.data == address
-    ([7.0, 7.0], True)
+    >>> pool.arrays([(2, 3)], np.float32)[0].ctypes.data == address  # `part` still refers to the memory
+    False
     """
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray] = []
-        self._unused: list[int] = []
+        self._free_counts: list[int] = []  # references to the arrays while nobody else holds any
         self._lock = threading.Lock()
 
     def arrays(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype | type) -> list[np.ndarray]:
-        """Contiguous arrays of these shapes, which hold whatever there was."""
+        """Contiguous arrays of these shapes, with arbitrary contents."""
         sizes = [math.prod(shape) for shape in shapes]
         with self._lock:
             if not self._fits(sizes, np.dtype(dtype)):
                 self._memory = [np.empty(size, dtype) for size in sizes]
-                self._unused = _references(self._memory)
+                self._free_counts = _references(self._memory)
+            # What is sliced from an array refers to its memory, too.
             return [
                 memory[:size].reshape(shape) for memory, size, shape in zip(self._memory, sizes, shapes, strict=True)
             ]
 
     def unused(self) -> list[int]:
-        """The sizes of the set that would be handed out again, empty if there is none that nobody holds."""
+        """The sizes of the arrays that would be handed out again; empty while they are in use."""
         with self._lock:
-            return [memory.size for memory in self._memory] if _references(self._memory) == self._unused else []
+            is_free = _references(self._memory) == self._free_counts
+            return [memory.size for memory in self._memory] if is_free else []
 
     def _fits(self, sizes: Sequence[int], dtype: np.dtype) -> bool:
-        same = len(sizes) == len(self._memory) and all(memory.dtype == dtype for memory in self._memory)
-        large = same and all(memory.size >= size for memory, size in zip(self._memory, sizes, strict=True))
-        return large and _references(self._memory) == self._unused
+        held = self._memory
+        large = len(sizes) == len(held) and all(array.size >= size for array, size in zip(held, sizes, strict=True))
+        return large and all(array.dtype == dtype for array in held) and _references(held) == self._free_counts
 
 
-class Spare:
-    """Memory that rows are gathered into again and again: fresh memory costs a page fault for every 4 KB of it.
-
-    What was gathered is handed to the next step, whose results lie elsewhere; after it the memory is free again.
-
-    >>> spare, past = Spare(), [np.array([[1.0], [2.0]])]
-    >>> first = spare.gathered(past, [np.array([1, 1])])
-    >>> second = spare.gathered(first, [np.array([0])])  # `first` is in use, so it is not written to
-    >>> first[0].tolist(), second[0].tolist()
-    ([[2.0], [2.0]], [[2.0]])
-    """
+class ScratchBuffer:
+    """Memory that rows are gathered into at every reordering; a step writes the next past elsewhere."""
 
     def __init__(self) -> None:
-        self._memory: list[np.ndarray] = []  # one flat array for each that is gathered
+        self._memory: list[np.ndarray] = []  # one flat array for each gathered one
 
-    def gathered(self, arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def gather(self, arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> list[np.ndarray]:
         """``[array[index] for array, index in …]``, of numbers (n,) each, in memory that none of the arrays uses."""
         self._memory += [np.empty(0, array.dtype) for array in arrays[len(self._memory) :]]
         results = []
@@ -104,40 +76,32 @@ class Spare:
             shape = (index.size, *array.shape[1:])
             size, memory = math.prod(shape), self._memory[number]
             if memory.size < size or np.may_share_memory(memory, array):
-                memory = self._memory[number] = np.empty(2 * size, array.dtype)  # as a past grows by every step
-            result = memory[:size].reshape(shape)
-            results.append(
-                array.take(index, axis=0, out=result, mode="clip")
-            )  # other modes write to fresh memory first
+                memory = self._memory[number] = np.empty(2 * size, array.dtype)  # a past grows by every step
+            # Modes other than "clip" write to fresh memory first.
+            results.append(array.take(index, axis=0, out=memory[:size].reshape(shape), mode="clip"))
         return results
 
 
 def _references(arrays: Sequence[np.ndarray]) -> list[int]:
-    """How many each has, those of this function included."""
-    return [sys.getrefcount(array) for array in arrays]
+    return [sys.getrefcount(array) for array in arrays]  # this function's own references included
 
+
+# A decoding step reads every weight of the decoder once. On pages of 2 MiB the processor looks up far fewer addresses
+# than on pages of 4 KiB. ONNX Runtime allocates packed weights by plain malloc, which most systems back with small
+# pages, so they are exchanged once they are there. That takes about a millisecond per megabyte, once.
 
 MAPS, MEMORY = Path("/proc/self/maps"), Path("/proc/self/smaps_rollup")
 PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-MADV_COLLAPSE = 25
-# Smaller pieces hold no weights: a thread's stack has 8 MiB, and would be made whole by this.
-SMALLEST = 16 << 20
-
-Range = tuple[int, int]  # of addresses, the second one excluded
+MADV_COLLAPSE = 25  # Linux 6.1
+MIN_COLLAPSED_BYTES = 16 << 20  # smaller pieces hold no weights; a thread's stack of 8 MiB would be made resident
 
 
 @contextmanager
 def huge_pages(enabled: bool = True) -> Iterator[None]:
-    """What is allocated in the ``with`` block, and still there at its end, is moved to huge pages.
+    """Move what is allocated in the ``with`` block, and still there at its end, to huge pages.
 
-    Where the system declines (it is not Linux 6.1 or later, huge pages are switched off, memory is in pieces) the pages
-    stay as they are: results never depend on it, and `huge_bytes` tells. What other threads allocate meanwhile may be
-    moved, too.
-
-    >>> with huge_pages():
-    ...     weights = bytearray(64 << 20)
-    >>> huge_bytes() >= 0
-    True
+    Where the system declines, the pages stay as they are; `huge_bytes` tells. What other threads allocate meanwhile may
+    move, too.
     """
     before = _private_memory() if enabled else []
     yield
@@ -148,7 +112,7 @@ def huge_pages(enabled: bool = True) -> Iterator[None]:
 
 
 def huge_bytes() -> int:
-    """How much of this process's own memory lies on huge pages; 0 where that cannot be told."""
+    """How much of this process's own memory lies on huge pages; 0 where the system does not say."""
     try:
         found = re.search(r"^AnonHugePages:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)
     except OSError:
@@ -156,8 +120,8 @@ def huge_bytes() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def _private_memory() -> list[Range]:
-    """The writable ranges of this process that no file lies behind."""
+def _private_memory() -> list[tuple[int, int]]:
+    """The writable address ranges of this process that no file lies behind."""
     try:
         lines = MAPS.read_text().splitlines()
     except OSError:
@@ -166,12 +130,8 @@ def _private_memory() -> list[Range]:
     return [(int(match[1], 16), int(match[2], 16)) for match in found if match]
 
 
-def _without(before: list[Range], start: int, end: int) -> list[Range]:
-    """What of ``start`` … ``end`` none of the ranges ``before``, which are sorted, covers: it is new.
-
-    >>> _without([(2, 3), (5, 9)], 0, 7)
-    [(0, 2), (3, 5)]
-    """
+def _without(before: list[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """The parts of ``start`` … ``end`` that no range of ``before``, which is sorted, covers."""
     new, reached = [], start
     for first, last in before:
         if last <= reached or first >= end:
@@ -185,8 +145,8 @@ def _without(before: list[Range], start: int, end: int) -> list[Range]:
 
 
 def _collapse(start: int, end: int) -> None:
-    """Whole huge pages within ``start`` … ``end``. A refusal costs nothing but the speed, and is no error."""
-    if sys.platform != "linux" or end - start < SMALLEST or not PAGE_SIZE.exists():
+    """Exchange the whole huge pages within ``start`` … ``end``. The system may refuse, which is no error."""
+    if sys.platform != "linux" or end - start < MIN_COLLAPSED_BYTES or not PAGE_SIZE.exists():
         return
     page = int(PAGE_SIZE.read_text())
     first, last = -(-start // page) * page, end // page * page
@@ -195,28 +155,19 @@ def _collapse(start: int, end: int) -> None:
     libc.madvise(first, last - first, MADV_COLLAPSE)
 
 
-# Of 512 to 4,096 the fastest for sources of 128 and of 512 tokens. Smaller batches are encoded at once.
-TOKENS = 2048
+# Attention scores grow with the square of the source: of 32 sources of 512 tokens they are 268 MB in every layer. Those
+# of a few rows stay in the processor's caches. Of 512 to 4,096 this is the fastest for sources of 128 and 512 tokens.
+SLICE_TOKENS = 2048
 
 
 def encode_in_slices(run_into: RunInto, ids: np.ndarray, mask: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:
     """Run an encoder on slices of (B, S) sources, each as long as its own longest row.
 
-    Args:
-        run_into: computes the arrays of its second argument from ``input_ids`` and ``attention_mask``, int64.
-        ids, mask: contiguous, int64.
-        arrays: by the names of what is computed, where that goes: (B, H, S, d_kv) each, contiguous. A slice of full
-            length is written where it belongs, without a copy; behind a shorter one there are zeros.
-
-    >>> def doubled(inputs, outputs):
-    ...     outputs["cross_key_0"][:] = 2 * inputs["input_ids"][:, None, :, None]
-    >>> ids, keys = np.full((8, 512), 9), np.empty((8, 1, 512, 1))
-    >>> encode_in_slices(doubled, ids, np.ones_like(ids), {"cross_key_0": keys})
-    >>> float(keys.min()), float(keys.max())
-    (18.0, 18.0)
+    ``run_into(inputs, outputs)`` computes some rows of ``arrays``, contiguous (B, H, S, d_kv) by output name. Behind a
+    shorter slice they become zero.
     """
     batch, length = ids.shape
-    rows_at_once = max(1, TOKENS // length)
+    rows_at_once = max(1, SLICE_TOKENS // length)
     for first in range(0, batch, rows_at_once):
         rows = slice(first, first + rows_at_once)
         longest = 1 + np.flatnonzero(mask[rows].any(axis=0)).max(initial=0)
@@ -225,7 +176,7 @@ def encode_in_slices(run_into: RunInto, ids: np.ndarray, mask: np.ndarray, array
             "attention_mask": np.ascontiguousarray(mask[rows, :longest]),
         }
         places = {name: array[rows, :, :longest] for name, array in arrays.items()}
-        if longest == length:
+        if longest == length:  # contiguous: no copy
             run_into(inputs, places)
             continue
         parts = {name: np.empty(place.shape, place.dtype) for name, place in places.items()}
@@ -235,7 +186,7 @@ def encode_in_slices(run_into: RunInto, ids: np.ndarray, mask: np.ndarray, array
 
 
 def run_into(session: InferenceSession, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
-    """Run a session whose results are written to these arrays, which are contiguous."""
+    """Run a session that writes its results to these contiguous arrays."""
     binding = session.io_binding()
     for name, array in inputs.items():
         binding.bind_cpu_input(name, array)

@@ -1,7 +1,4 @@
-"""The two graphs on ONNX Runtime, fed with numpy arrays: the way most people do it. Neither torch nor transformers.
-
-Siblings that keep the tensors elsewhere between steps: `bound` and, for a GPU, `pointers`.
-"""
+"""The two graphs on ONNX Runtime, fed with numpy arrays; without torch and transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from t5accel.backends import ort_memory as memory
-from t5accel.backends.ort_memory import Pool, Spare, encode_in_slices, run_into
+from t5accel.backends.ort_memory import BufferPool, ScratchBuffer, encode_in_slices, run_into
 from t5accel.backends.ort_session import SessionSettings, open_session, require_contract, shared_weights, shortlist_of
 from t5accel.checks import as_count
 from t5accel.decoding.backend import PastLengths, SuppressedTokens, expand_index_to_heads
@@ -37,73 +34,50 @@ from t5accel.graphs.contract import (
 )
 from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.ort_levels import require_runnable_here
+from t5accel.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class OrtSource:
-    """The encoder's work on B sources.
+    """The encoder's output for B sources."""
 
-    Attributes:
-        inputs: what the decoder is handed for it at every step, by name, as its backend holds tensors: keys and values
-            of cross-attention, each (B, H_i, S, d_kv), and ``attention_mask`` (B, S).
-        mask: (B, S) int64, on the host.
-    """
-
+    # By name: keys and values of cross-attention, each (B, H_i, S, d_kv), and ``attention_mask`` (B, S).
     inputs: dict[str, Any]
-    mask: np.ndarray
+    mask: np.ndarray  # (B, S) int64, on the host
 
 
 @dataclass
 class OrtState:
-    """A decoder state: which source, how long each row's past is, and the keys and values of self-attention.
-
-    Attributes:
-        past: layer by layer, each (B, K, H_i, P, d_kv), as the backend holds tensors.
-        binding: of `bound` and `pointers`, to which the source's tensors are bound.
-        spare: for reordered pasts on the host.
-        token: (B, K) int64, of `captured`: chosen and not read yet.
-    """
+    """A decoder state: its source, the lengths of its rows, and the keys and values of self-attention."""
 
     source: OrtSource
     rows: PastLengths
-    past: list[Any]
-    binding: Any = field(default=None, repr=False)
-    spare: Spare = field(default_factory=Spare, repr=False)
-    token: np.ndarray | None = None
+    past: list[Any]  # layer by layer, each (B, K, H_i, P, d_kv), as the backend holds tensors
+    binding: Any = field(default=None, repr=False)  # of subclasses that bind the source's tensors once
+    scratch: ScratchBuffer = field(default_factory=ScratchBuffer, repr=False)  # for reordered pasts
+    token: np.ndarray | None = None  # (B, K) int64, of subclasses with ``run_greedy``: chosen and not read yet
 
 
 class OrtNumpy:
-    """A `Backend` over an export: every step hands all arrays to the session and takes all of them back.
+    """A `Backend` over an export that hands all arrays to the session at every step and takes all of them back.
 
-    On a CPU that moves no data: the session reads contiguous arrays where they lie, and its results are handed out as
-    arrays without a copy. To and from a GPU all of it crosses the bus at every step; `traffic` counts the bytes.
-
-    Threads may share a backend; a state belongs to one of them. A method that raises leaves the state as it was.
+    On a CPU that copies nothing: the session reads contiguous arrays where they lie, and its results become arrays.
+    Threads may share a backend; a state belongs to one of them.
 
     Args:
-        folder: an export in the two-graph layout.
-        settings: threads, memory and device of both sessions.
         verify: hash every file before it is used.
-        manifest: of that folder, where it was read and checked already.
-        max_source_tokens: refuse longer sources, whose attention grows with the square of their length; at most what
-            the model has positions for.
+        manifest: of that folder, already read and checked.
+        max_source_tokens: refuse longer sources, whose attention grows with the square of their length; at most the
+            model's positions.
 
-    Attributes:
-        shortlist: by which ``next_tokens`` finds tokens faster, if the export has one, and ``settings`` want it.
-
-    Raises:
-        ExportError: there is no export, it is damaged, or optimised for another machine.
-        MissingPackageError: onnxruntime is not installed, or not the one for the device.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.decoding.greedy_search import greedy
-    >>> from t5accel.graphs.export import export_model
-    >>> with TemporaryDirectory() as folder:
-    ...     _ = export_model("mini", f"{folder}/mini")
-    ...     greedy(OrtNumpy(f"{folder}/mini"), [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
-    (1, 5)
+    Raises ``ExportError`` for a missing or damaged export or one optimised for another machine, and
+    ``MissingPackageError`` without the onnxruntime of the device.
     """
 
+    vocab_size: int
+    pad_token_id: int
+    eos_token_id: int
+    decoder_start_token_id: int
     devices: tuple[str, ...] = ("cpu", "cuda")
     _takes_shortlist = True
 
@@ -116,51 +90,45 @@ class OrtNumpy:
         manifest: Manifest | None = None,
         max_source_tokens: int | None = None,
     ):
-        self.folder, self.settings = as_folder(folder), SessionSettings() if settings is None else settings
+        self.folder = as_folder(folder)
+        self.settings = SessionSettings() if settings is None else settings
         if not isinstance(self.settings, SessionSettings) or self.settings.device not in self.devices:
             raise InputError(
-                f"settings is {settings!r}: {type(self).__name__} takes SessionSettings with a device of "
-                f"{', '.join(self.devices)}. On 'cuda' OrtPointers keeps the tensors between steps."
+                f"settings must be SessionSettings with device {' or '.join(self.devices)}, got {settings!r}. "
+                "On 'cuda' give OrtPointers, which keeps the tensors there between steps."
             )
         if max_source_tokens is not None:
             as_count(max_source_tokens, "max_source_tokens", at_least=1)
         self.max_source_tokens = max_source_tokens
         self.manifest = read_manifest(self.folder, verify=verify) if manifest is None else manifest
         require_runnable_here(self.manifest, self.folder, self.settings.device)
-        self.dims = self.manifest.dims
-        self.vocab_size, self.rules = self.dims.vocab_size, TokenConstraints.from_json(self.manifest.rules)
-        if family := self.manifest.family:
-            self.source_vocab_size, self.positions = family["source_vocab_size"], family["positions"]
-            self.max_source_tokens = min(self.positions, max_source_tokens or self.positions)
-        self.pad_token_id = self.manifest.tokens["pad_token_id"]
-        self.eos_token_id = self.manifest.tokens["eos_token_id"]
-        self.decoder_start_token_id = self.manifest.tokens["decoder_start_token_id"]
+        spec = ModelSpec.of_manifest(self.manifest)
+        spec.describe(self)
+        if spec.positions is not None:
+            self.max_source_tokens = min(spec.positions, max_source_tokens or spec.positions)
+        layers, heads = self.dims.decoder_layers, (self.dims.cross_heads, self.dims.decoder_heads)
+        self.cross_names, self.past_names = kv_names("cross", layers), kv_names("past", layers)
+        self.outputs = ["logits", *kv_names("present", layers)]
+        self.cross_heads, self.past_heads = ([n for n in by_layer for _ in range(2)] for by_layer in heads)
+        self.dtype = np.dtype(self.manifest.graphs[DECODER].outputs[-1].dtype)  # of keys and values
+        self._cross_pool = BufferPool()
         on_cpu = self.settings.device == "cpu"
         self._weights = shared_weights(self.folder, self.manifest) if on_cpu else {}
         wanted = on_cpu and self._takes_shortlist and self.settings.shortlist
         self.shortlist = shortlist_of(self.folder, self.manifest, self._weights) if wanted else None
-        # The decoder first: while it is opened its head is in memory twice, and then nothing else is there yet.
+        # The decoder first: while it opens, its head is in memory twice.
         self._open_decoder()
         self.encoder = self._open(ENCODER)
         self.openvino = self._open_openvino() if self.settings.openvino else None
-        layers = self.dims.decoder_layers
-        self.cross_names, self.past_names = kv_names("cross", layers), kv_names("past", layers)
-        self.cross_heads, self.past_heads = (
-            [heads for heads in by_layer for _ in range(2)]
-            for by_layer in (self.dims.cross_heads, self.dims.decoder_heads)
-        )
-        self.outputs = ["logits", *kv_names("present", layers)]
-        self._spare = Pool()
-        self.dtype = np.dtype(self.manifest.graphs[DECODER].outputs[-1].dtype)  # of keys and values
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> OrtSource:
         ids, mask = np.ascontiguousarray(input_ids), np.ascontiguousarray(attention_mask)
         if self.max_source_tokens is not None and ids.shape[1] > self.max_source_tokens:
             raise InputError(
-                f"A source of {ids.shape[1]} tokens is longer than max_source_tokens, {self.max_source_tokens}: "
-                "shorten or split it."
+                f"A source must have at most max_source_tokens, {self.max_source_tokens}, got {ids.shape[1]}. "
+                "Shorten or split it."
             )
-        if ids.size > memory.TOKENS and self.settings.device == "cpu":
+        if ids.size > memory.SLICE_TOKENS and self.settings.device == "cpu":
             return self._encoded_in_slices(ids, mask)
         return self._source(self._run_encoder(ids, mask), mask)
 
@@ -176,7 +144,7 @@ class OrtNumpy:
         return logits
 
     def next_tokens(self, state: OrtState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None) -> np.ndarray:
-        """By the shortlist, if there is one and it pays; else, or where that is not certain, by all exact logits."""
+        """The likeliest next token of each row: by the shortlist where that is certain, else by all logits."""
         new, mask, tokens = np.ascontiguousarray(input_ids), state.rows.mask(), None
         if self.shortlist and self.shortlist.is_worthwhile(new.shape[0] * new.shape[1]):
             results, past = self._run_step(state, new, mask, SHORTLIST_OUTPUTS, exact=False)
@@ -188,65 +156,65 @@ class OrtNumpy:
         return tokens.reshape(new.shape[:2])
 
     def reorder(self, state: OrtState, rows: np.ndarray) -> None:
-        histories, index = state.rows.reordered(rows)
+        lengths, index = state.rows.reordered(rows)
         if index is not None:
-            state.past = self._reordered(state, self._from_host(index))
-        state.rows = histories
+            count = len(state.past)
+            state.past = self._gather_past(state, 2, [self._from_host(index)] * count, [lengths.shape] * count)
+        state.rows = lengths
 
     def rollback(self, state: OrtState, accepted: np.ndarray) -> None:
-        histories, index = state.rows.trimmed(accepted)
-        if index is not None and not histories.ragged and not state.rows.ragged:  # all rows lose their last ones
-            state.past = [self._hold(self._array(past)[..., : histories.width, :]) for past in state.past]
+        lengths, index = state.rows.trimmed(accepted)
+        if index is not None and not lengths.ragged and not state.rows.ragged:  # all rows lose their last ones
+            state.past = [self._hold(self._array(past)[..., : lengths.width, :]) for past in state.past]
         elif index is not None:
-            flat, positions = index.reshape(-1, index.shape[2]), state.rows.width
-            by_heads = {heads: expand_index_to_heads(flat, heads, positions) for heads in set(self.past_heads)}
-            state.past = self._trimmed(state, index.shape, by_heads)
-        state.rows = histories
+            (batch, rows, width), by_heads = index.shape, {}
+            for heads in set(self.past_heads):
+                flat = expand_index_to_heads(index.reshape(-1, width), heads, state.rows.width)
+                by_heads[heads] = self._from_host(flat)
+            indices = [by_heads[heads] for heads in self.past_heads]
+            shapes = [(batch, rows, heads, width) for heads in self.past_heads]
+            state.past = self._gather_past(state, 4, indices, shapes)
+        state.rows = lengths
 
     def select_sources(self, state: OrtState, sources: np.ndarray) -> None:
-        histories, kept = state.rows.kept(sources)
+        lengths, kept = state.rows.kept(sources)
         index = self._from_host(kept)
         past = [self._gathered(past, 1, index, kept.shape) for past in state.past]
         cross = [self._gathered(state.source.inputs[name], 1, index, kept.shape) for name in self.cross_names]
         source = self._source(cross, state.source.mask[kept])
-        state.source, state.rows, state.past, state.binding = source, histories, past, None
+        state.source, state.rows, state.past, state.binding = source, lengths, past, None
 
     def add_sources(self, state: OrtState, source: OrtSource) -> None:
-        joined, histories = self.join([state.source, source]), state.rows.joined(len(source.mask))
+        joined, lengths = self.join([state.source, source]), state.rows.joined(len(source.mask))
         past = []
         for heads, held in zip(self.past_heads, state.past, strict=True):
-            longer = self._zeros((*histories.shape, heads, histories.width, self.dims.d_kv))
+            longer = self._zeros((*lengths.shape, heads, lengths.width, self.dims.d_kv))
             longer[: len(state.rows.padding)] = self._array(held)
             past.append(self._hold(longer))
-        state.source, state.rows, state.past, state.binding = joined, histories, past, None
+        state.source, state.rows, state.past, state.binding = joined, lengths, past, None
 
     def reorder_sources(self, state: OrtState, sources: np.ndarray) -> None:
-        """As ``select_sources`` with some sources twice and others not at all, but what is equal for both is left
-        alone."""
-        histories, kept = state.rows.kept(sources)
+        lengths, kept = state.rows.kept(sources)
         state.past = [self._gathered(past, 1, self._from_host(kept), kept.shape) for past in state.past]
-        state.rows = histories
+        state.rows = lengths
 
     def split(self, source: OrtSource) -> list[OrtSource]:
         """One source per row with its own copy of the unmasked positions (cross-attention knows no positions)."""
-        arrays = [self._array(source.inputs[name]) for name in self.cross_names]
-        rows = []
+        arrays, rows = [self._array(source.inputs[name]) for name in self.cross_names], []
         for row, real in enumerate(source.mask.astype(bool)):
             positions = np.flatnonzero(real)[None]
-            flat = {
-                heads: self._from_host(expand_index_to_heads(positions, heads, len(real)))
-                for heads in set(self.cross_heads)
-            }
-            cross = [
-                self._hold(self._take(array[row : row + 1], 3, flat[heads], (1, heads, positions.size)))
-                for array, heads in zip(arrays, self.cross_heads, strict=True)
-            ]
+            cross = []
+            for array, heads in zip(arrays, self.cross_heads, strict=True):
+                index = self._from_host(expand_index_to_heads(positions, heads, len(real)))
+                taken = self._take(array[row : row + 1], 3, index)
+                cross.append(self._hold(taken.reshape(1, heads, positions.size, self.dims.d_kv)))
             rows.append(self._source(cross, np.ones_like(positions)))
         return rows
 
     def join(self, sources: Sequence[OrtSource]) -> OrtSource:
-        """The rows of all of them as one new batch, padded on the right with zeros and masked there."""
-        batch, longest = sum(len(source.mask) for source in sources), max(source.mask.shape[1] for source in sources)
+        """One new batch of all rows, padded on the right with zeros and masked there."""
+        batch = sum(len(source.mask) for source in sources)
+        longest = max(source.mask.shape[1] for source in sources)
         mask = np.zeros((batch, longest), dtype=np.int64)
         cross = [self._zeros((batch, heads, longest, self.dims.d_kv)) for heads in self.cross_heads]
         first = 0
@@ -267,9 +235,9 @@ class OrtNumpy:
         return self.manifest.source["sha256"], json.dumps(self.manifest.recipe, sort_keys=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled and copied by its folder: the copy opens that again, and has threads and memory of its own."""
-        return _reopened, (type(self), self.folder.absolute(), self.settings, self.max_source_tokens,
-                           self.manifest.files, self.rules)  # fmt: skip
+        """Pickle and copy by the folder, which the copy opens again."""
+        place = type(self), self.folder.absolute(), self.settings, self.max_source_tokens
+        return _reopen, (*place, self.manifest.files, self.rules)
 
     def close(self) -> None:
         """Free sessions, weights and buffers. Later use raises ``InputError``; closing again is allowed."""
@@ -280,39 +248,41 @@ class OrtNumpy:
             raise InputError("This backend is closed: open the export again.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    # How tensors are held, and handed to the sessions: here as numpy arrays. What the siblings replace.
+    # How tensors are held and handed to the sessions. Subclasses replace these methods.
 
     def _open_decoder(self) -> None:
         self.decoder = self._open(SHORTLIST if self.shortlist else DECODER)
 
     def _open(self, graph: str) -> Any:
-        session, path = open_session(self.folder / graph, self.settings, self._weights), self.folder / graph
-        specs = {
-            **self.manifest.graphs, SHORTLIST: shortlist_spec(self.dims),
-            STEP: step_spec(self.dims, shortlist=bool(self.manifest.shortlist)),
-        }  # fmt: skip
-        require_contract(session, specs[graph], path)
+        session = open_session(self.folder / graph, self.settings, self._weights)
+        if graph == SHORTLIST:
+            spec = shortlist_spec(self.dims)
+        elif graph == STEP:
+            spec = step_spec(self.dims, shortlist=bool(self.manifest.shortlist))
+        else:
+            spec = self.manifest.graphs[graph]
+        require_contract(session, spec, self.folder / graph)
         return session
 
     def _open_openvino(self) -> Any:
         from t5accel.backends.openvino_encoder import OpenvinoEncoder
 
         if (there := self.manifest.recipe["name"]) != "fp32":
-            raise InputError(f"openvino=True encodes in fp32, and {self.folder} is an export in {there}.")
+            raise InputError(f"openvino=True needs an export in fp32, got {there} in {self.folder}.")
         return OpenvinoEncoder(self.folder / ENCODER, threads=self.settings.threads)
 
     def _run_encoder(self, ids: np.ndarray, mask: np.ndarray) -> list[Any]:
         return self.encoder.run(self.cross_names, {"input_ids": ids, "attention_mask": mask})
 
     def _run_decoder(self, state: OrtState, new: np.ndarray, past_mask: np.ndarray) -> tuple[np.ndarray, list[Any]]:
-        """(B, K, T) tokens and (B, K, P) mask -> the logits on the host, and the longer past. Changes nothing."""
+        """Tokens (B, K, T) and mask (B, K, P) -> logits on the host, and the longer past; changes no state."""
         (logits,), present = self._run_step(state, new, past_mask, self.outputs[:1])
         return logits, present
 
     def _run_step(
         self, state: OrtState, new: np.ndarray, past_mask: np.ndarray, results: list[str], exact: bool = True
     ) -> tuple[list[np.ndarray], list[Any]]:
-        """The same for any results that come before the longer past."""
+        """The same for any outputs ``results`` in place of the logits."""
         feeds = {"input_ids": new, "past_mask": past_mask, **state.source.inputs}
         feeds.update(zip(self.past_names, state.past, strict=True))
         if self.shortlist:
@@ -320,46 +290,33 @@ class OrtNumpy:
         found = self.decoder.run([*results, *self.outputs[1:]], feeds)
         return found[: len(results)], found[len(results) :]
 
-    def _reordered(self, state: OrtState, index: Any) -> list[Any]:
-        """The past whose rows, counted through, are those numbered ``index`` (B * K,)."""
-        arrays = [self._array(past) for past in state.past]
-        flat = [array.reshape(index.size, *array.shape[2:]) for array in arrays]
-        rows = state.spare.gathered(flat, [index] * len(flat))
-        return [self._hold(new.reshape(array.shape)) for new, array in zip(rows, arrays, strict=True)]
-
-    def _trimmed(self, state: OrtState, shape: tuple[int, ...], by_heads: Mapping[int, np.ndarray]) -> list[Any]:
-        """The past (B, K, P') whose positions, counted through all rows and heads, are those numbered in the index."""
-        flat = [self._array(past).reshape(-1, self.dims.d_kv) for past in state.past]
-        found = state.spare.gathered(flat, [by_heads[heads] for heads in self.past_heads])
-        batch, rows, width = shape
-        return [self._hold(new.reshape(batch, rows, heads, width, -1))
-                for new, heads in zip(found, self.past_heads, strict=True)]  # fmt: skip
+    def _gather_past(self, state: OrtState, axes: int, indices: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+        """`_gathered` for every tensor of the past."""
+        blocks = [as_blocks(self._array(past), axes) for past in state.past]
+        found = state.scratch.gather(blocks, indices)
+        return [self._hold(new.reshape(*shape, *new.shape[1:])) for new, shape in zip(found, shapes, strict=True)]
 
     def _hold(self, array: Any) -> Any:
-        """What was computed, as it is kept in sources and states."""
+        """A tensor as sources and states keep it."""
         return np.ascontiguousarray(array)
 
     def _array(self, held: Any) -> Any:
-        """The other way, without a copy: to compute with, not to write to."""
+        """A kept tensor, to read and not to write to, without a copy."""
         return held
 
     def _from_host(self, array: np.ndarray) -> Any:
-        """A numpy array where the tensors are."""
+        """A numpy array on the tensors' device."""
         return array
 
     def _zeros(self, shape: tuple[int, ...]) -> Any:
         return np.zeros(shape, dtype=self.dtype)
 
-    def _take(self, array: Any, axes: int, index: Any, shape: tuple[int, ...]) -> Any:
-        """Of the blocks over which the first ``axes`` dimensions count, those numbered ``index``: `shape` of blocks."""
-        block = array.shape[axes:]
-        return array.reshape(math.prod(array.shape[:axes]), *block).take(index, axis=0).reshape(*shape, *block)
-
-    # The same for all
+    def _take(self, array: Any, axes: int, index: Any) -> Any:
+        return as_blocks(array, axes).take(index, axis=0)
 
     def _encoded_in_slices(self, ids: np.ndarray, mask: np.ndarray) -> OrtSource:
         shapes = [(len(ids), heads, ids.shape[1], self.dims.d_kv) for heads in self.cross_heads]
-        cross = self._spare.arrays(shapes, self.dtype)
+        cross = self._cross_pool.arrays(shapes, self.dtype)
         run = self.openvino.run_into if self.openvino else partial(run_into, self.encoder)
         encode_in_slices(run, ids, mask, dict(zip(self.cross_names, cross, strict=True)))
         return self._source([self._hold(self._from_host(array)) for array in cross], mask)
@@ -369,16 +326,30 @@ class OrtNumpy:
         return OrtSource(inputs, mask)
 
     def _gathered(self, held: Any, axes: int, index: Any, shape: tuple[int, ...]) -> Any:
-        return self._hold(self._take(self._array(held), axes, index, shape))
+        """The blocks numbered ``index`` of all that the first ``axes`` dimensions count: (*shape, …)."""
+        taken = self._take(self._array(held), axes, index)
+        return self._hold(taken.reshape(*shape, *taken.shape[1:]))
 
 
-def _reopened(
-    kind: type[OrtNumpy], folder: Path, settings: SessionSettings, most: int | None, files: Mapping[str, Any],
+def as_blocks(array: Any, axes: int) -> Any:
+    """Flatten the first ``axes`` dimensions.
+
+    >>> as_blocks(np.zeros((2, 3, 4)), 2).shape
+    (6, 4)
+    """
+    return array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:])
+
+
+def _reopen(
+    kind: type[OrtNumpy],
+    folder: Path,
+    settings: SessionSettings,
+    max_source_tokens: int | None,
+    files: Mapping[str, Any],
     rules: TokenConstraints,
-) -> OrtNumpy:  # fmt: skip
-    """What `OrtNumpy.__reduce__` describes; raises ``ExportError`` if the folder holds another export now."""
-    backend = kind(folder, settings=settings, max_source_tokens=most)
+) -> OrtNumpy:
+    backend = kind(folder, settings=settings, max_source_tokens=max_source_tokens)
     if backend.manifest.files != files:
-        raise ExportError(f"{folder} holds another export than when the backend was pickled: pickle it again.")
+        raise ExportError(f"{folder} holds another export than when the backend was pickled. Pickle it again.")
     backend.rules = rules
     return backend

@@ -1,4 +1,4 @@
-"""Open ONNX Runtime sessions for decoding: the settings that matter for it, and why."""
+"""ONNX Runtime sessions with settings for decoding."""
 
 from __future__ import annotations
 
@@ -26,92 +26,68 @@ if TYPE_CHECKING:
     from t5accel.decoding.certified_argmax import Shortlist
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How a graph is run.
-
-    Attributes:
-        threads: within one operator, 1 to 1024; by default those that this process may really use, so that a container
-            with a quota of two cores on a machine of 64 does not start 64.
-        spinning: threads wait for the next operator awake. A decoding step is hundreds of operators of microseconds
-            each, and waking a thread takes longer than most of them; where cores are shared with other work, turn it
-            off.
-        memory_pattern: plan all memory of a run ahead, once for each combination of input shapes. While the history
-            grows no combination comes twice: every step would make a plan, and all plans are kept. So it is off.
-        arena: keep freed memory for the next step instead of giving it back to the system each time.
-        huge_pages: move the weights to huge pages, where the system lets us; see `huge_pages`.
-        shortlist: find the likeliest token by a short list, where an export has one (`shortlist`): the same token,
-            sooner, on a CPU.
-        openvino: encode batches of more than 2,048 tokens by OpenVINO, which multiplies faster there, from the same
-            graph in fp32; it takes memory for weights of its own (`openvino_encoder`).
-        device: ``"cpu"`` or ``"cuda"``.
-        graph_optimization: what is made of the graph when it is opened: ``"disable"``, ``"basic"``, ``"extended"``,
-            ``"layout"`` or ``"all"``; see `portability`.
-
-    Raises:
-        InputError: a value is none of these.
+    """How a graph is run; raises ``InputError`` for an invalid value.
 
     >>> SessionSettings(threads=2, spinning=False).device
     'cpu'
     """
 
+    # Within one operator, 1 to 1024; by default as many as this process may use, which in a container is its quota.
     threads: int | None = None
+    # Threads wait for the next operator awake: a step is hundreds of operators of microseconds, and waking takes longer
+    # than most of them. Turn it off where cores are shared with other work.
     spinning: bool = True
+    # Plan the memory of a run once for each combination of input shapes. Off: as the past grows no combination comes
+    # twice, so that every step would make a plan, and all plans are kept.
     memory_pattern: bool = False
-    arena: bool = True
-    huge_pages: bool = True
-    shortlist: bool = True
-    openvino: bool = False
-    device: str = "cpu"
-    graph_optimization: str = "all"
+    arena: bool = True  # keep freed memory for the next step
+    huge_pages: bool = True  # move the weights to huge pages where the system can, see `ort_memory.huge_pages`
+    shortlist: bool = True  # on a CPU, find the likeliest token by an export's shortlist
+    openvino: bool = False  # encode batches of more than 2,048 tokens by OpenVINO, which keeps its own weights, in fp32
+    device: str = "cpu"  # or "cuda"
+    graph_optimization: str = "all"  # or "disable", "basic", "extended", "layout", see `graphs.ort_levels`
 
     def __post_init__(self) -> None:
-        if self.threads is not None and as_count(self.threads, "threads", at_least=1) > MOST_THREADS:
-            raise InputError(f"threads is {self.threads}; more than {MOST_THREADS} are a mistake.")
+        if self.threads is not None and as_count(self.threads, "threads", at_least=1) > MAX_THREADS:
+            raise InputError(f"threads must be at most {MAX_THREADS}, got {self.threads}.")
         for name in ("spinning", "memory_pattern", "arena", "huge_pages", "shortlist", "openvino"):
             if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} is {getattr(self, name)!r}; give True or False.")
+                raise InputError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.device, str) or self.device not in PROVIDERS:
-            raise InputError(f"device is {self.device!r}; give one of {', '.join(PROVIDERS)}.")
+            raise InputError(f"device must be {' or '.join(PROVIDERS)}, got {self.device!r}.")
         if self.openvino and self.device != "cpu":
-            raise InputError(f"openvino=True is for device='cpu', not {self.device!r}.")
+            raise InputError(f"openvino=True needs device='cpu', got {self.device!r}.")
         as_level(self.graph_optimization, "graph_optimization")
 
 
 def shared_weights(folder: Path, manifest: Manifest) -> dict[str, onnxruntime.OrtValue]:
-    """The weights that both graphs of an export read, mapped into memory once, for `open_session`.
-
-    A session maps the file of weights by itself, but each one apart. Of the embedding a step reads single rows; still
-    the system may load much of it around them, and would count that twice.
-    """
+    """The weights that both graphs of an export read, mapped into memory once, for `open_session`."""
+    # Each session would map them by itself, and the system would count what it loads of them twice.
     ort_value = import_onnxruntime().OrtValue
-    return {name: ort_value.ortvalue_from_numpy(mapped(folder, place)) for name, place in manifest.shared.items()}
+    return {name: ort_value.ortvalue_from_numpy(_mapped(folder, place)) for name, place in manifest.shared.items()}
 
 
 def shortlist_of(folder: Path, manifest: Manifest, weights: Mapping[str, onnxruntime.OrtValue]) -> Shortlist | None:
-    """That of an export, if it has one; ``weights`` are its `shared_weights`, which may hold the rows."""
+    """An export's shortlist, if it has one; ``weights`` are its `shared_weights`, which may hold the rows."""
     if not manifest.shortlist:
         return None
-    from t5accel.decoding.certified_argmax import OutputHead, Shortlist  # most exports have none
+    from t5accel.decoding.certified_argmax import OutputHead, Shortlist
 
     place = manifest.shortlist["rows"]
     same = [weights[name].numpy() for name, shared in manifest.shared.items() if shared == place]
     known = {name: manifest.shortlist[name] for name in ("largest_row", "largest_error")}
     if bias := manifest.shortlist.get("bias"):
-        known["bias"] = mapped(folder, bias)
-    return Shortlist(OutputHead(same[0] if same else mapped(folder, place), **known))
+        known["bias"] = _mapped(folder, bias)
+    return Shortlist(OutputHead(same[0] if same else _mapped(folder, place), **known))
 
 
-def mapped(folder: Path, place: Mapping[str, Any]) -> np.ndarray:
-    """A weight in an export's file of weights, mapped into memory: only what is read of it is loaded.
-
-    Args:
-        folder: of the export.
-        place: where in the file it lies, as its manifest says: ``{"offset", "shape", "dtype"}``.
-    """
+def _mapped(folder: Path, place: Mapping[str, Any]) -> np.ndarray:
+    """A weight in an export's weight file, mapped into memory; ``place`` is its entry in the manifest."""
     shape = tuple(place["shape"])
     return np.memmap(folder / WEIGHTS, place["dtype"], "r", place["offset"], shape).view(np.ndarray)
 
@@ -121,11 +97,8 @@ _OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @cache
 def session_class() -> type[onnxruntime.InferenceSession]:
-    """ONNX Runtime's session, which refuses to run in a child of a process that was forked while it ran.
-
-    The child has a copy of the memory and none of the threads, so that a run which another thread had begun never ends
-    there, and each further one waits for it.
-    """
+    """ONNX Runtime's session, which refuses to run in a child of a process that was forked while it ran."""
+    # The child has none of the threads: the run never ends there, and each further one would wait for it.
 
     class Session(import_onnxruntime().InferenceSession):
         def __init__(self, *arguments: Any, **options: Any):
@@ -143,8 +116,8 @@ def session_class() -> type[onnxruntime.InferenceSession]:
         def _watched(self, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             if self.is_torn:
                 raise InputError(
-                    "This process was forked while another thread ran the model, and ONNX Runtime cannot go on in it: "
-                    "open the model after the fork, or start processes by spawn."
+                    "This process was forked while another thread ran the model, so ONNX Runtime would hang in it. "
+                    "Open the model after the fork, or start processes by spawn."
                 )
             thread = threading.get_ident()
             self.threads.add(thread)
@@ -176,16 +149,9 @@ def open_session(
 ) -> onnxruntime.InferenceSession:
     """A session on one graph.
 
-    Args:
-        path: the graph.
-        settings: how it is run.
-        weights: used in place of the graph's own of the same name. The caller keeps them as long as the session.
-        profile: every run is measured node by node; how the name of the file begins that `end_profiling` writes.
-        provider_options: of what runs it on the device, as ``{"enable_cuda_graph": "1"}``.
-
-    Raises:
-        ExportError: the file is no graph that this ONNX Runtime can run.
-        MissingPackageError: onnxruntime is not installed, or not the one for this device.
+    ``weights`` replace the graph's own of the same name; keep them as long as the session. ``profile`` is the prefix of
+    the file that ``end_profiling`` writes. Raises ``ExportError`` for a file that this ONNX Runtime cannot run, and
+    ``MissingPackageError`` without the onnxruntime of the device.
     """
     from t5accel import machine
 
@@ -202,7 +168,7 @@ def open_session(
     options.inter_op_num_threads = 1  # the layers of a step depend on each other
     options.enable_mem_pattern = settings.memory_pattern
     options.enable_cpu_mem_arena = settings.arena
-    options.log_severity_level = 3  # errors only: what else it has to say is not for our users
+    options.log_severity_level = 3  # errors only
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(settings.spinning)))
     # Encoder and decoder have their own threads; those of the one must not spin while the other runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -210,12 +176,11 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     for name, value in (weights or {}).items():
         options.add_initializer(name, value)
-    # TensorFloat-32 would round the factors of every product to 10 bits: an error of 1e-3 in what is called fp32.
-    ours = {"use_tf32": "0"} if settings.device == "cuda" else {}
-    how = dict(providers=[provider], provider_options=[{**ours, **(provider_options or {})}], enable_fallback=0)
+    # TensorFloat-32 would round the factors of every product to 10 bits: an error of 1e-3 in fp32.
+    defaults = {"use_tf32": "0"} if settings.device == "cuda" else {}
+    # No fallback: it prints to standard output and runs on the CPU in place of a GPU.
+    how = dict(providers=[provider], provider_options=[{**defaults, **(provider_options or {})}], enable_fallback=0)
     try:
-        # No fallback, which prints to standard output and goes on with the CPU in place of a GPU. Older releases (1.20)
-        # do so all the same while they open a graph; then the providers tell.
         with huge_pages(settings.huge_pages):
             session = session_class()(str(Path(path)), options, **how)
     except Exception as error:  # of several kinds, none of them documented
@@ -223,7 +188,8 @@ def open_session(
             f"{path} cannot be run on device={settings.device!r} by onnxruntime {onnxruntime.__version__}: {error}"
         ) from error
     session.disable_fallback()
-    if provider not in session.get_providers():  # its libraries were not found: onnxruntime logs that and goes on
+    # Without its libraries onnxruntime logs that and goes on; 1.20 falls back to the CPU all the same while it opens.
+    if provider not in session.get_providers():
         raise MissingPackageError(
             f"onnxruntime {onnxruntime.__version__} could not load {provider}: it needs CUDA and cuDNN libraries of "
             "its version. A torch with CUDA brings them; import it first, or call onnxruntime.preload_dlls()."
@@ -232,19 +198,17 @@ def open_session(
 
 
 def require_contract(session: onnxruntime.InferenceSession, spec: GraphSpec, path: Path) -> None:
-    """Raise ``ExportError`` for a graph whose inputs or outputs are not those that its manifest describes."""
-    for specs, values in ((spec.inputs, session.get_inputs()), (spec.outputs, session.get_outputs())):
-        found = {value.name: (value.type, value.shape) for value in values}
-        for tensor in specs:
-            kind, shape = found.get(tensor.name, ("", []))
-            sizes = zip(tensor.shape, shape, strict=False)
-            if (
-                kind not in (f"tensor({tensor.dtype})", f"tensor({tensor.dtype.removesuffix('32')})")
-                or len(shape) != len(tensor.shape)
-                or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
-            ):
-                raise ExportError(
-                    f"{path} has not the {tensor.name} of shape {tensor.shape} in {tensor.dtype} that its manifest "
-                    "describes. Export again with overwrite=True (t5accel export --model MODEL --out FOLDER "
-                    "--overwrite)."
-                )
+    """Raise ``ExportError`` for a graph whose inputs or outputs differ from its manifest."""
+    found = {value.name: (value.type, value.shape) for value in (*session.get_inputs(), *session.get_outputs())}
+    for tensor in (*spec.inputs, *spec.outputs):
+        kind, shape = found.get(tensor.name, ("", []))
+        sizes = zip(tensor.shape, shape, strict=False)
+        if (
+            kind not in (f"tensor({tensor.dtype})", f"tensor({tensor.dtype.removesuffix('32')})")
+            or len(shape) != len(tensor.shape)
+            or any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
+        ):
+            raise ExportError(
+                f"{path} lacks {tensor.name} of shape {tensor.shape} in {tensor.dtype}, which its manifest describes. "
+                "Export again with overwrite=True (t5accel export --model MODEL --out FOLDER --overwrite)."
+            )

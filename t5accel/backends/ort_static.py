@@ -1,17 +1,13 @@
-"""ONNX Runtime on buffers that stay: the fused step, which writes keys and values where it reads them.
+"""ONNX Runtime on static KV buffers: a fused step writes keys and values where it reads them.
 
-`numpy` hands a step all keys and values and takes all of them back, one token longer: each step copies them. Here they
-lie in buffers of M columns, bound once; a step gets a token and the number of its column. The operators take one token.
-Several at once run on the portable graph, opened when it is first needed: a long beginning, whose columns are written
-to the buffers, and drafts. A state that drafts goes over to that graph and stays: its single tokens are few.
-
-Rows end at the same column, and what lies in front of a shorter one is masked, as in every state of ours. Buffers grow
-by doubling, and the next call gets them again.
+A step gets one token and its column, and copies no past. Several tokens at once need the portable graph, opened on
+demand: a long prefix, then written to the buffers, and drafts, whose states stay there: few steps are single tokens.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,109 +15,85 @@ from typing import Any
 
 import numpy as np
 
-from t5accel.backends.ort_memory import Pool
+from t5accel.backends.ort_memory import BufferPool
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, OrtState
 from t5accel.decoding.backend import PastLengths, SuppressedTokens, right_aligned
 from t5accel.decoding.greedy_search import argmax_tokens
 from t5accel.graphs.contract import SHORTLIST_OUTPUTS, STEP
 from t5accel.graphs.ort_levels import import_onnxruntime
 
-COLUMNS, MOST_COLUMNS = 64, 512  # of the first buffers: at least, and at most where spare memory has place for more
-# Before, the operator computed nonsense of an empty history, and wrote beyond its buffers.
-OLDEST = (1, 31)  # onnxruntime
-Take = Callable[["StaticState", np.ndarray], np.ndarray]
-BeamUpdate = tuple[np.ndarray, Any, np.ndarray]
-ONE_BY_ONE = 8  # the longest beginning that is read token by token: opening the other graph takes longer
+COLUMNS = 64  # of the smallest buffers, which double when they are full; sources are padded to multiples of it
+MAX_SPARE_COLUMNS = 512  # of new buffers, where unused memory has room for more
+MIN_ONNXRUNTIME = (1, 31)  # before, the operator returned garbage for an empty past and wrote beyond its buffers
+MAX_STEPWISE_PREFIX = 8  # tokens; opening the portable graph takes longer than so many steps
+
+PendingCopy = tuple[np.ndarray, Any, np.ndarray]  # the array, where in it, and the new values
 
 
 @dataclass
-class Buffers:
-    """The keys and values of R rows, M columns each, and what else is bound.
+class KVBuffers:
+    """The past of R rows in M columns, and the other arrays that a step reads and writes."""
 
-    Attributes:
-        groups: by H, (n, R, H, M, d_kv) float32, the n arrays of all layers with H heads, keys and values in turn.
-        room: the same with all rows that there is memory for.
-        mask: (R, M) int32, 0 in front of a row's history.
-        tokens: (R, 1) int64, of the next step.
-        length: (1,) int32, the column that it writes.
-        results: by name, what is computed to find the next token.
-        moves: what is still to be written: an array, where in it, and what.
-        bindings: by what is computed.
-    """
-
-    groups: dict[int, np.ndarray]
-    room: dict[int, np.ndarray]
-    mask: np.ndarray
-    tokens: np.ndarray
-    length: np.ndarray
-    results: dict[str, np.ndarray]
-    moves: list[BeamUpdate] = field(default_factory=list, repr=False)
+    # By H, keys and values in turn of all layers with H heads: (n, R', H, M, d_kv) float32, R' >= R.
+    capacity: dict[int, np.ndarray]
+    mask: np.ndarray  # (R, M) int32, 0 in front of a row's past
+    tokens: np.ndarray  # (R, 1) int64
+    length: np.ndarray  # (1,) int32, the column that the step writes
+    results: dict[str, np.ndarray]  # the graph's outputs, by name
+    pending_copies: list[PendingCopy] = field(default_factory=list, repr=False)
     bindings: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict, repr=False)
 
-    def settle(self) -> None:
-        """Write what is to be moved. It may be cut short and begun again."""
-        while self.moves:
-            array, where, new = self.moves[-1]
+    @property
+    def kv(self) -> dict[int, np.ndarray]:
+        """The rows of ``capacity`` in use: (n, R, H, M, d_kv) each."""
+        return {heads: group[:, : len(self.tokens)] for heads, group in self.capacity.items()}
+
+    def flush(self) -> None:
+        """Write the pending copies. Safe to interrupt and call again."""
+        while self.pending_copies:
+            array, where, new = self.pending_copies[-1]
             array[where] = new
-            self.moves.pop()
+            self.pending_copies.pop()
 
 
 @dataclass
 class StaticState(OrtState):
-    """A decoder state whose past is in ``buffers``, once it has begun, or in ``past``, for the portable graph.
+    """A decoder state with its past in ``buffers``, or in ``past`` once it is on the portable graph."""
 
-    Attributes:
-        shared: (B, K, K) int64, how many columns two rows of a source have in common, from the first one on: rows that
-            come from one another are not copied there.
-        cross: of a state that sources have joined, its own keys and values of cross-attention, with room for more
-            sources and longer ones: (B', H_i, S', d_kv).
-        laid_anew_bytes: how much of them was copied because what joined was longer or more, or what stays much shorter.
-    """
-
-    buffers: Buffers | None = None
-    shared: np.ndarray | None = None
-    cross: list[np.ndarray] | None = None
-    laid_anew_bytes: int = 0
+    buffers: KVBuffers | None = None
+    # (B, K, K) int64: how many first columns two rows of a source have in common, which a reordering does not copy.
+    common_columns: np.ndarray | None = None
+    cross_capacity: list[np.ndarray] | None = None  # (B', H_i, S', d_kv), once sources were added
+    recopied_bytes: int = 0  # of cross-attention, to larger or smaller arrays
 
 
 class OrtStatic(OrtNumpy):
     """A `Backend` like `OrtNumpy`, with the same arguments, on the fused step of an export that has one.
 
-    In fp32 its logits are those of `OrtNumpy` but for the order of additions. In integers what is multiplied is rounded
-    at each step, so that even another order of additions moves logits a little, either way.
-
-    Attributes:
-        why_portable: why all steps run on the portable graph; empty if they do not.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.decoding.greedy_search import greedy
-    >>> from t5accel.graphs.export import export_model
-    >>> with TemporaryDirectory() as folder:
-    ...     _ = export_model("mini", f"{folder}/mini", step=True)
-    ...     greedy(OrtStatic(f"{folder}/mini"), [[100, 200, 1]], min_new_tokens=5, max_new_tokens=5).sequences.shape
-    (1, 5)
+    In fp32 its logits differ from those of `OrtNumpy` by the order of additions only. In integers every step rounds
+    activations, so that another order of additions moves logits a little.
     """
 
     devices = ("cpu",)
-    why_portable = ""
+    why_portable = ""  # why all steps run on the portable graph; empty if they do not
 
     def _open_decoder(self) -> None:
         self._portable: Any = None
         self._opening = threading.Lock()
-        self._buffers, self._results, self._logits = Pool(), Pool(), Pool()
         if not self.manifest.step:
-            half = self.manifest.recipe.get("floats", "float32") != "float32"
-            self.why_portable = f"the export has no {STEP}" + ", whose operators compute in float32" * half
-        elif tuple(map(int, import_onnxruntime().__version__.split(".")[:2])) < OLDEST:
-            self.why_portable = f"{STEP} needs onnxruntime {'.'.join(map(str, OLDEST))} or later"
+            self.why_portable = f"the export has no {STEP}"
+            if self.manifest.recipe.get("floats", "float32") != "float32":
+                self.why_portable += ", whose operators compute in float32"
+        elif tuple(map(int, import_onnxruntime().__version__.split(".")[:2])) < MIN_ONNXRUNTIME:
+            self.why_portable = f"{STEP} needs onnxruntime {'.'.join(map(str, MIN_ONNXRUNTIME))} or later"
         if self.why_portable:
             super()._open_decoder()
         else:
-            self.fused = self._open(STEP)
+            self.fused = FusedDecoder(self._open(STEP), self)
 
     @property
     def decoder(self) -> Any:
-        """The portable graph's session, opened when it is first needed."""
+        """The portable graph's session, opened on first use."""
         with self._opening:
             if self._portable is None:
                 super()._open_decoder()
@@ -132,309 +104,346 @@ class OrtStatic(OrtNumpy):
         self._portable = session
 
     def new_state(self, source: OrtSource, rows_per_source: int = 1) -> StaticState:
-        past = super().new_state(source, rows_per_source).past if self.why_portable else []
-        return StaticState(source, PastLengths.empty(len(source.mask), rows_per_source), past)
+        if not self.why_portable:
+            return self.fused.new_state(source, rows_per_source)
+        empty = super().new_state(source, rows_per_source)
+        return StaticState(source, empty.rows, empty.past)
 
     def step(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
-        if self._is_portable(state, input_ids.shape[2]):
-            return super().step(state, input_ids)
-        if input_ids.shape[2] <= ONE_BY_ONE:
-            logits = self._token_by_token(state, input_ids, self._advance)
-            return logits[0] if len(logits) == 1 else np.concatenate(logits, axis=2)
-        return self._at_once(state, np.ascontiguousarray(input_ids))
+        if self._is_long_prefix(state, input_ids):
+            return self._prefill(state, input_ids)
+        return self._decoder_of(state, input_ids.shape[2]).step(state, input_ids)
 
     def next_tokens(
         self, state: StaticState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None
     ) -> np.ndarray:
-        if self._is_portable(state, input_ids.shape[2]):
-            return super().next_tokens(state, input_ids, suppressed=suppressed)
-        if input_ids.shape[2] <= ONE_BY_ONE:
-            return self._token_by_token(state, input_ids, partial(self._choose, suppressed=suppressed))[-1]
-        return argmax_tokens(self._at_once(state, np.ascontiguousarray(input_ids))[:, :, -1], suppressed)
+        if self._is_long_prefix(state, input_ids):
+            return argmax_tokens(self._prefill(state, input_ids)[:, :, -1], suppressed)
+        return self._decoder_of(state, input_ids.shape[2]).next_tokens(state, input_ids, suppressed=suppressed)
 
     def reorder(self, state: StaticState, rows: np.ndarray) -> None:
-        if state.buffers is None:
-            super().reorder(state, rows)
-            return
-        histories, index = state.rows.reordered(rows)
-        if index is not None:
-            sources = np.arange(len(rows))[:, None, None]
-            shared = state.shared[sources, rows[:, :, None], rows[:, None, :]]
-            in_common = np.take_along_axis(state.shared, rows[:, :, None], axis=2)  # a row with the one it goes on as
-            moves = self._moves(state, index, int(in_common.min()))
-            state.buffers.mask[:] = 1  # the next step masks what is ragged then
-            state.rows, state.shared, state.buffers.moves = histories, shared, moves
+        self._decoder_of(state).reorder(state, rows)
 
     def rollback(self, state: StaticState, accepted: np.ndarray) -> None:
-        if state.buffers is None:
-            super().rollback(state, accepted)
-            return
-        histories, index = state.rows.trimmed(accepted)
-        if index is None or not (histories.ragged or state.rows.ragged):  # all keep all, or lose their last ones
-            state.rows, state.shared = histories, np.minimum(state.shared, histories.width)
-        else:
-            self._leave_buffers(state)
-            super().rollback(state, accepted)
+        if state.buffers is not None and self.fused.leaves_gaps(state, accepted):
+            self.fused.unload(state)
+        self._decoder_of(state).rollback(state, accepted)
 
     def select_sources(self, state: StaticState, sources: np.ndarray) -> None:
-        if state.buffers is None:
-            super().select_sources(state, sources)
-            return
-        state.buffers.settle()
-        histories, kept = state.rows.kept(sources)
-        moves, mask, room, anew = [], state.source.mask[kept], state.cross, 0
-        if room is None:
-            cross = [self._gathered(state.source.inputs[name], 1, kept, kept.shape) for name in self.cross_names]
-        else:
-            longest = _rounded(1 + int(np.flatnonzero(mask.any(axis=0))[-1]))
-            if 2 * longest <= mask.shape[1]:  # a long source has left, and all others would be read as long as it
-                mask, room = mask[:, :longest], self._cross_room(len(room[0]), longest)
-                for array, before in zip(room, state.cross, strict=True):
-                    array[: kept.size] = before[kept, :, :longest]
-                anew = sum(array[: kept.size].nbytes for array in room)
-            else:
-                changed = np.flatnonzero(kept != np.arange(kept.size))
-                moves = [(array, changed, array[kept[changed]]) for array in room]
-            cross = [array[: kept.size] for array in room]
-        rows = np.arange(state.rows.padding.size).reshape(state.rows.shape)[kept].ravel()
-        unused = int(histories.padding.min())  # columns that are masked for all who stay
-        unused *= 3 * unused >= histories.width
-        moves += self._moves(state, rows, 0, unused)
-        buffers = self._around(state.buffers.room, rows.size)
-        buffers.moves = moves
-        histories = replace(histories, padding=histories.padding - unused, width=histories.width - unused)
-        source, shared = self._source(cross, mask), np.maximum(state.shared[kept] - unused, 0)
-        state.source, state.rows, state.shared, state.buffers = source, histories, shared, buffers
-        state.cross, state.laid_anew_bytes = room, state.laid_anew_bytes + anew
+        self._decoder_of(state).select_sources(state, sources)
+
+    def add_sources(self, state: StaticState, source: OrtSource) -> None:
+        self._decoder_of(state).add_sources(state, source)
 
     def reorder_sources(self, state: StaticState, sources: np.ndarray) -> None:
-        """Only the rows that change are copied, and of them what is theirs."""
-        if state.buffers is None:
-            super().reorder_sources(state, sources)
-            return
-        (histories, kept), per_source = state.rows.kept(sources), state.rows.shape[1]
+        self._decoder_of(state).reorder_sources(state, sources)
+
+    def _decoder_of(self, state: StaticState, count: int = 1) -> Any:
+        """What reads the next ``count`` tokens: the fused decoder, or the portable one, which `OrtNumpy` is."""
+        if state.buffers is not None and state.rows.width and count > 1:
+            self.fused.unload(state)
+        return super() if state.buffers is None else self.fused
+
+    def _is_long_prefix(self, state: StaticState, input_ids: np.ndarray) -> bool:
+        return state.buffers is not None and not state.rows.width and input_ids.shape[2] > MAX_STEPWISE_PREFIX
+
+    def _prefill(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
+        """A prefix (B, K, T) -> logits (B, K, T, V): read at once by the portable graph, kept in the buffers."""
+        portable = super().new_state(state.source, input_ids.shape[1])
+        logits = super().step(portable, input_ids)
+        self.fused.load(state, portable.past, input_ids)
+        return logits
+
+
+class FusedDecoder:
+    """Decoding with ``decoder_step.onnx``, one token of every row at a time, of states with buffers."""
+
+    def __init__(self, session: Any, backend: OrtNumpy):
+        # No reference to the backend: in a cycle its sessions would outlive their last use.
+        self.session, self.shortlist = session, backend.shortlist
+        self.takes_exact = bool(backend.manifest.shortlist)
+        self.dims, self.outputs = backend.dims, backend.outputs
+        self.cross_names, self.cross_heads = backend.cross_names, backend.cross_heads
+        self.past_names, self.past_heads = backend.past_names, backend.past_heads
+        self.head_counts = sorted(Counter(self.past_heads).items())
+        self._kv_pool, self._result_pool, self._logit_pool = BufferPool(), BufferPool(), BufferPool()
+
+    def new_state(self, source: OrtSource, rows_per_source: int) -> StaticState:
+        rows = PastLengths.empty(len(source.mask), rows_per_source)
+        buffers = self._view(self._allocate(rows.padding.size, 0), rows.padding.size)
+        common = np.zeros((*rows.shape, rows_per_source), dtype=np.int64)
+        return StaticState(source, rows, [], buffers=buffers, common_columns=common)
+
+    def step(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
+        logits = self._token_by_token(state, input_ids, self._logits)
+        return logits[0] if len(logits) == 1 else np.concatenate(logits, axis=2)
+
+    def next_tokens(
+        self, state: StaticState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None
+    ) -> np.ndarray:
+        return self._token_by_token(state, input_ids, partial(self._choose, suppressed=suppressed))[-1]
+
+    def reorder(self, state: StaticState, rows: np.ndarray) -> None:
+        lengths, index = state.rows.reordered(rows)
+        if index is not None:
+            sources = np.arange(len(rows))[:, None, None]
+            common = state.common_columns[sources, rows[:, :, None], rows[:, None, :]]
+            same = np.take_along_axis(state.common_columns, rows[:, :, None], axis=2)  # each row and the one it becomes
+            copies = self._row_copies(state, index, int(same.min()))
+            state.rows, state.common_columns, state.buffers.pending_copies = lengths, common, copies
+
+    def leaves_gaps(self, state: StaticState, accepted: np.ndarray) -> bool:
+        """Whether `rollback` would have to move positions within rows, which only the portable past can."""
+        lengths, index = state.rows.trimmed(accepted)
+        return index is not None and (lengths.ragged or state.rows.ragged)
+
+    def rollback(self, state: StaticState, accepted: np.ndarray) -> None:
+        lengths, _ = state.rows.trimmed(accepted)
+        state.rows, state.common_columns = lengths, np.minimum(state.common_columns, lengths.width)
+
+    def select_sources(self, state: StaticState, sources: np.ndarray) -> None:
+        state.buffers.flush()
+        lengths, kept = state.rows.kept(sources)
+        source, cross_capacity, copies, recopied = self._select_cross(state, kept)
+        rows = np.arange(state.rows.padding.size).reshape(state.rows.shape)[kept].ravel()
+        unused = int(lengths.padding.min())  # columns that are masked in all rows
+        if 3 * unused < lengths.width:
+            unused = 0
+        copies += self._row_copies(state, rows, 0, unused)
+        buffers = self._view(state.buffers.capacity, rows.size)
+        buffers.pending_copies = copies
+        lengths = replace(lengths, padding=lengths.padding - unused, width=lengths.width - unused)
+        common = np.maximum(state.common_columns[kept] - unused, 0)
+        state.source, state.rows, state.common_columns, state.buffers = source, lengths, common, buffers
+        state.cross_capacity, state.recopied_bytes = cross_capacity, state.recopied_bytes + recopied
+
+    def reorder_sources(self, state: StaticState, sources: np.ndarray) -> None:
+        """Copy only the rows that change, and only the columns of their pasts."""
+        (lengths, kept), per_source = state.rows.kept(sources), state.rows.shape[1]
         changed = np.flatnonzero(kept != np.arange(kept.size))
         if changed.size:
             rows = (kept[:, None] * per_source + np.arange(per_source)).ravel()
-            moves = self._moves(state, rows, int(histories.padding[changed].min()))
-            state.buffers.mask[:] = 1  # the next step masks what is ragged then
-            state.rows, state.shared, state.buffers.moves = histories, state.shared[kept], moves
+            copies = self._row_copies(state, rows, int(lengths.padding[changed].min()))
+            common = state.common_columns[kept]
+            state.rows, state.common_columns, state.buffers.pending_copies = lengths, common, copies
 
     def add_sources(self, state: StaticState, source: OrtSource) -> None:
-        """No key and no value of self-attention is copied, unless there is no room for so many rows: it doubles."""
-        if state.buffers is None and (state.past or self.why_portable):
-            super().add_sources(state, source)
-            return
-        if state.buffers is None:
-            self._enter_buffers(state)
-        histories, width = state.rows.joined(len(source.mask)), state.rows.width
-        (there, per_source), (total, _) = state.rows.shape, histories.shape
-        state.buffers.settle()
-        room = state.buffers.room
-        if (rows := next(iter(room.values())).shape[1]) < histories.padding.size:
-            room = self._new_buffers(max(histories.padding.size, 2 * rows), width).room
-            for heads, group in state.buffers.groups.items():
-                room[heads][:, : there * per_source, :, :width] = group[:, :, :, :width]
-        for group in room.values():
-            group[:, there * per_source : total * per_source, :, :width] = 0  # masked, but NaN would be seen
-        cross, mask, anew = self._cross_with(state, source)
-        shared = np.concatenate([state.shared, np.full((total - there, per_source, per_source), width)])
-        buffers = self._around(room, histories.padding.size)
-        state.source, state.rows, state.shared, state.buffers = self._source(cross, mask), histories, shared, buffers
-        state.cross, state.laid_anew_bytes = [array.base for array in cross], state.laid_anew_bytes + anew
+        """Copy no past, unless the buffers hold too few rows: then their capacity doubles."""
+        state.buffers.flush()
+        lengths, width = state.rows.joined(len(source.mask)), state.rows.width
+        before, total = state.rows.padding.size, lengths.padding.size
+        capacity = state.buffers.capacity
+        if (most := next(iter(capacity.values())).shape[1]) < total:
+            capacity = self._enlarged(state, max(total, 2 * most), width)
+        for group in capacity.values():
+            group[:, before:total, :, :width] = 0  # these columns are masked, but a NaN in them would spread
+        source, cross_capacity, recopied = self._append_cross(state, source)
+        per_source, buffers = lengths.shape[1], self._view(capacity, total)
+        common = np.full((lengths.shape[0], per_source, per_source), width)
+        common[: state.rows.shape[0]] = state.common_columns
+        state.source, state.rows, state.common_columns, state.buffers = source, lengths, common, buffers
+        state.cross_capacity, state.recopied_bytes = cross_capacity, state.recopied_bytes + recopied
 
-    # Several tokens
-
-    def _is_portable(self, state: StaticState, count: int) -> bool:
-        """Whether the next ``count`` tokens are for the portable graph, and its ``past``; else buffers are there."""
-        if state.buffers is not None and state.rows.width and count > 1:
-            self._leave_buffers(state)
-        elif state.buffers is None and not state.past:
-            self._enter_buffers(state)
-        return state.buffers is None
-
-    def _leave_buffers(self, state: StaticState) -> None:
-        (batch, rows), width = state.rows.shape, state.rows.width
-        state.buffers.settle()
-        arrays = (np.ascontiguousarray(array[:, :, :width]) for array in self._arrays(state.buffers))
-        state.past = [array.reshape(batch, rows, *array.shape[1:]) for array in arrays]
-        state.buffers = state.shared = None
-
-    def _at_once(self, state: StaticState, new: np.ndarray) -> np.ndarray:
-        """A beginning (B, K, T) -> logits (B, K, T, V), by the portable graph."""
-        while new.shape[2] > state.buffers.mask.shape[1]:
+    def load(self, state: StaticState, past: list[np.ndarray], input_ids: np.ndarray) -> None:
+        """Write the past of a prefix that the portable graph has read to the buffers of an empty state."""
+        while input_ids.shape[2] > state.buffers.mask.shape[1]:
             self._grow(state)
-        begun = super().new_state(state.source, new.shape[1])
-        logits, present = self._run_decoder(begun, new, begun.rows.mask())
-        for array, columns in zip(self._arrays(state.buffers), present, strict=True):
-            array[:, :, : new.shape[2]] = columns.reshape(-1, *columns.shape[2:])
-        self._appended(state, new)
-        return logits
+        for array, columns in zip(self.past_arrays(state.buffers), past, strict=True):
+            array[:, :, : input_ids.shape[2]] = columns.reshape(-1, *columns.shape[2:])
+        self._append(state, input_ids)
+
+    def unload(self, state: StaticState) -> None:
+        """Move the past out of the buffers: the state is then on the portable graph."""
+        state.buffers.flush()
+        arrays = [np.ascontiguousarray(a[:, :, : state.rows.width]) for a in self.past_arrays(state.buffers)]
+        state.past = [array.reshape(*state.rows.shape, *array.shape[1:]) for array in arrays]
+        state.buffers = state.common_columns = None
+
+    def past_arrays(self, buffers: KVBuffers) -> list[np.ndarray]:
+        """Keys and values layer by layer, (R, H_i, M, d_kv)."""
+        groups = {heads: iter(group) for heads, group in buffers.kv.items()}
+        return [next(groups[heads]) for heads in self.past_heads]
 
     # One token
 
     def _choose(self, state: StaticState, new: np.ndarray, *, suppressed: SuppressedTokens) -> np.ndarray:
-        """(B, K, 1) -> (B, K), the likeliest next ones."""
-        tokens, results = None, self._fed(state, new).results
+        """(B, K, 1) -> the likeliest next tokens (B, K)."""
+        tokens, results = None, self._feed(state, new).results
         if self.shortlist and self.shortlist.is_worthwhile(len(results["logits"])):
-            self._run_fused(state, "near")
+            self.run(state, "near")
             tokens = self.shortlist.choose([results[name] for name in SHORTLIST_OUTPUTS], suppressed)
         if tokens is None:
-            self._run_fused(state, "exact")
+            self.run(state, "exact")
             if suppressed is not None:
                 results["logits"][..., suppressed] = -np.inf  # nobody else reads them
             tokens = argmax_tokens(results["logits"])
-        self._appended(state, new)
+        self._append(state, new)
         return tokens.reshape(new.shape[:2])
 
-    def _advance(self, state: StaticState, new: np.ndarray) -> np.ndarray:
-        """(B, K, 1) -> logits (B, K, 1, V), in memory that is used again when the caller has let go of them."""
-        buffers = self._fed(state, new)
-        (logits,) = self._logits.arrays([(len(buffers.tokens), 1, self.vocab_size)], np.float32)
+    def _logits(self, state: StaticState, new: np.ndarray) -> np.ndarray:
+        """(B, K, 1) -> logits (B, K, 1, V), in memory that is used again after the caller's last reference."""
+        buffers = self._feed(state, new)
+        (logits,) = self._logit_pool.arrays([(len(buffers.tokens), 1, self.dims.vocab_size)], np.float32)
         binding = self._binding(state, "handed out")
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self.fused.run_with_iobinding(binding)
-        self._appended(state, new)
+        self.session.run_with_iobinding(binding)
+        self._append(state, new)
         return logits.reshape(*new.shape, -1)
 
-    def _fed(self, state: StaticState, new: np.ndarray) -> Buffers:
-        buffers = state.buffers
-        buffers.settle()
+    def _feed(self, state: StaticState, new: np.ndarray) -> KVBuffers:
+        buffers, width = state.buffers, state.rows.width
+        buffers.flush()
         buffers.tokens[:] = new.reshape(-1, 1)
-        buffers.length[0] = width = state.rows.width
+        buffers.length[0] = width
+        buffers.mask[:] = 1
         if state.rows.ragged:
             buffers.mask[:, :width] = right_aligned(state.rows.lengths.ravel(), width)
         return buffers
 
-    def _appended(self, state: StaticState, new: np.ndarray) -> None:
+    def _append(self, state: StaticState, new: np.ndarray) -> None:
         count = new.shape[2]
         if new.shape[1] > 1:
             same = (new[:, :, None] == new[:, None]).all(axis=3)  # (B, K, K)
-            state.shared = state.shared + count * (same & (state.shared == state.rows.width))
+            state.common_columns = state.common_columns + count * (same & (state.common_columns == state.rows.width))
         state.rows = state.rows.appended(count)
 
-    def _token_by_token(self, state: StaticState, input_ids: np.ndarray, take: Take) -> list[np.ndarray]:
-        """``take`` (B, K, 1) of (B, K, T) tokens T times. If one fails, the state is as it was before all of them."""
-        before, found = (state.rows, state.shared), []
+    def _token_by_token(
+        self, state: StaticState, input_ids: np.ndarray, read: Callable[[StaticState, np.ndarray], np.ndarray]
+    ) -> list[np.ndarray]:
+        """Call ``read`` for each of T tokens. If one fails, the state is as it was before all of them."""
+        rows, common, results = state.rows, state.common_columns, []
         try:
             for position in range(input_ids.shape[2]):
                 if state.rows.width == state.buffers.mask.shape[1]:
                     self._grow(state)
-                found.append(take(state, input_ids[:, :, position : position + 1]))
+                results.append(read(state, input_ids[:, :, position : position + 1]))
         except BaseException:
-            state.rows, state.shared = before
+            state.rows, state.common_columns = rows, common
             raise
-        state.rows = before[0].appended(len(found))  # of which `rollback` may take back some
-        return found
+        state.rows = rows.appended(len(results))  # `rollback` may drop any of them
+        return results
 
-    def _run_fused(self, state: StaticState, kind: str) -> None:
-        self.fused.run_with_iobinding(self._binding(state, kind))
+    def run(self, state: StaticState, outputs: str) -> None:
+        """Run the session for the ``"near"`` results of the shortlist or the ``"exact"`` logits."""
+        self.session.run_with_iobinding(self._binding(state, outputs))
 
-    def _binding(self, state: StaticState, kind: str) -> Any:
-        """Of all that goes in, and of what comes out: ``"near"`` or ``"exact"`` results, or logits bound elsewhere."""
+    def _binding(self, state: StaticState, wanted: str) -> Any:
+        """All inputs, and the outputs: ``"near"``, ``"exact"``, or ``"handed out"`` logits, bound elsewhere."""
         buffers = state.buffers
-        if kind not in buffers.bindings:
+        if wanted not in buffers.bindings:
             from onnxruntime import OrtValue
 
-            arrays = self._arrays(buffers)
+            past = self.past_arrays(buffers)
             inputs = {
-                "input_ids": buffers.tokens, "attention_mask": state.source.mask.astype(np.int32),
-                "past_mask": buffers.mask, "past_length": buffers.length,
+                "input_ids": buffers.tokens,
+                "attention_mask": state.source.mask.astype(np.int32),
+                "past_mask": buffers.mask,
+                "past_length": buffers.length,
                 **{name: state.source.inputs[name] for name in self.cross_names},
-                **dict(zip(self.past_names, arrays, strict=True)),
-            }  # fmt: skip
-            if self.manifest.shortlist:
-                inputs["exact"] = np.array(kind != "near")
-            wanted = {"near": SHORTLIST_OUTPUTS, "exact": SHORTLIST_OUTPUTS[:1]}.get(kind, ())
-            outputs = {name: buffers.results[name] for name in wanted}
-            outputs.update(zip(self.outputs[1:], arrays, strict=True))
-            binding, kept = self.fused.io_binding(), []
-            for side, bind in ((inputs, binding.bind_ortvalue_input), (outputs, binding.bind_ortvalue_output)):
-                for name, array in side.items():
-                    kept.append(OrtValue.ortvalue_from_numpy(array))  # of the same memory, which it keeps
-                    bind(name, kept[-1])
-            buffers.bindings[kind] = binding, kept
-        return buffers.bindings[kind][0]
+                **dict(zip(self.past_names, past, strict=True)),
+            }
+            if self.takes_exact:
+                inputs["exact"] = np.array(wanted != "near")
+            names = {"near": SHORTLIST_OUTPUTS, "exact": SHORTLIST_OUTPUTS[:1]}.get(wanted, ())
+            outputs = {name: buffers.results[name] for name in names}
+            outputs.update(zip(self.outputs[1:], past, strict=True))
+            binding, values = self.session.io_binding(), []
+            for arrays, bind in ((inputs, binding.bind_ortvalue_input), (outputs, binding.bind_ortvalue_output)):
+                for name, array in arrays.items():
+                    values.append(OrtValue.ortvalue_from_numpy(array))  # shares the array's memory and keeps it
+                    bind(name, values[-1])
+            buffers.bindings[wanted] = binding, values
+        return buffers.bindings[wanted][0]
 
-    # Buffers
-
-    def _enter_buffers(self, state: StaticState) -> None:
-        batch, rows = state.rows.shape
-        buffers = self._new_buffers(batch * rows, 0)
-        state.buffers, state.shared = buffers, np.zeros((batch, rows, rows), dtype=np.int64)
+    # Memory
 
     def _grow(self, state: StaticState) -> None:
-        """Twice the columns."""
-        state.buffers.settle()
-        old, width = state.buffers, state.rows.width
-        new = self._new_buffers(len(old.tokens), 2 * old.mask.shape[1] - 1)
-        for heads, group in new.groups.items():
-            group[:, :, :, :width] = old.groups[heads][:, :, :, :width]
-        state.buffers = new
+        """Double the columns."""
+        state.buffers.flush()
+        rows = len(state.buffers.tokens)
+        capacity = self._enlarged(state, rows, 2 * state.buffers.mask.shape[1] - 1)
+        state.buffers = self._view(capacity, rows)
 
-    def _new_buffers(self, rows: int, width: int) -> Buffers:
-        """With place for more than ``width`` columns, and for as many as spare memory has."""
-        kinds = sorted(set(self.past_heads))
-        sizes = {heads: self.past_heads.count(heads) * rows * heads * self.dims.d_kv for heads in kinds}
-        spare = self._buffers.unused()
-        there = min((size // sizes[heads] for heads, size in zip(kinds, spare, strict=True)), default=0) if spare else 0
-        columns = COLUMNS
-        while columns <= width:
-            columns *= 2
-        columns = max(columns, min(there, MOST_COLUMNS))
-        shapes = [(self.past_heads.count(heads), rows, heads, columns, self.dims.d_kv) for heads in kinds]
-        return self._around(dict(zip(kinds, self._buffers.arrays(shapes, np.float32), strict=True)), rows)
+    def _enlarged(self, state: StaticState, rows: int, columns: int) -> dict[int, np.ndarray]:
+        """New capacity for these rows and more than ``columns`` columns, with the past of the rows in use."""
+        capacity, used, width = self._allocate(rows, columns), len(state.buffers.tokens), state.rows.width
+        for heads, group in state.buffers.kv.items():
+            capacity[heads][:, :used, :, :width] = group[:, :, :, :width]
+        return capacity
 
-    def _around(self, room: dict[int, np.ndarray], rows: int) -> Buffers:
-        """Buffers of the first ``rows`` of those that there is memory for."""
-        groups = {heads: group[:, :rows] for heads, group in room.items()}
-        columns = next(iter(groups.values())).shape[3]
-        shapes = [(rows, 1, self.vocab_size), (rows, 1, self.dims.d_model), (rows, 1), (rows, 1)]
-        results = dict(zip(SHORTLIST_OUTPUTS, self._results.arrays(shapes, np.float32), strict=True))
-        tokens, length = np.zeros((rows, 1), dtype=np.int64), np.zeros(1, dtype=np.int32)
-        return Buffers(groups, room, np.ones((rows, columns), dtype=np.int32), tokens, length, results)
+    def _allocate(self, rows: int, columns: int) -> dict[int, np.ndarray]:
+        """Capacity for more than ``columns`` columns, and for as many as unused memory has room for."""
+        sizes = [count * rows * heads * self.dims.d_kv for heads, count in self.head_counts]
+        spare = min((free // size for free, size in zip(self._kv_pool.unused(), sizes, strict=False)), default=0)
+        most = COLUMNS
+        while most <= columns:
+            most *= 2
+        most = max(most, min(spare, MAX_SPARE_COLUMNS))
+        shapes = [(count, rows, heads, most, self.dims.d_kv) for heads, count in self.head_counts]
+        groups = self._kv_pool.arrays(shapes, np.float32)
+        return {heads: group for (heads, _), group in zip(self.head_counts, groups, strict=True)}
 
-    def _arrays(self, buffers: Buffers) -> list[np.ndarray]:
-        """Layer by layer, (R, H_i, M, d_kv)."""
-        parts = {heads: iter(group) for heads, group in buffers.groups.items()}
-        return [next(parts[heads]) for heads in self.past_heads]
+    def _view(self, capacity: dict[int, np.ndarray], rows: int) -> KVBuffers:
+        """Buffers of the first ``rows`` rows."""
+        columns = next(iter(capacity.values())).shape[3]
+        shapes = [(rows, 1, self.dims.vocab_size), (rows, 1, self.dims.d_model), (rows, 1), (rows, 1)]
+        results = dict(zip(SHORTLIST_OUTPUTS, self._result_pool.arrays(shapes, np.float32), strict=True))
+        mask, tokens = np.ones((rows, columns), dtype=np.int32), np.zeros((rows, 1), dtype=np.int64)
+        return KVBuffers(capacity, mask, tokens, np.zeros(1, dtype=np.int32), results)
 
-    def _moves(self, state: StaticState, rows: np.ndarray, first: int, shift: int = 0) -> list[BeamUpdate]:
-        """That each row becomes the one numbered ``rows`` from column ``first`` on, and moves left; not yet written."""
-        state.buffers.settle()
+    def _row_copies(self, state: StaticState, rows: np.ndarray, first: int, shift: int = 0) -> list[PendingCopy]:
+        """Copies that make each row the one numbered ``rows`` from column ``first`` on, moved left by ``shift``."""
+        state.buffers.flush()
         changed = np.arange(rows.size) if shift else np.flatnonzero(rows != np.arange(rows.size))
         last, columns = state.rows.width, np.s_[:, changed, :, first : state.rows.width - shift]
-        groups = state.buffers.room.values()
+        groups = state.buffers.capacity.values()
         return [(group, columns, group[:, rows[changed], :, first + shift : last]) for group in groups]
 
-    def _cross_with(self, state: StaticState, source: OrtSource) -> tuple[list[np.ndarray], np.ndarray, int]:
-        """Cross-attention's tensors and mask with those of another source behind, and how many bytes were laid anew.
+    def _select_cross(
+        self, state: StaticState, kept: np.ndarray
+    ) -> tuple[OrtSource, list[np.ndarray] | None, list[PendingCopy], int]:
+        """The kept sources, their capacity, the copies that it waits for, and how many bytes moved to a new one."""
+        mask, capacity = state.source.mask[kept], state.cross_capacity
+        if capacity is None:
+            cross = [state.source.inputs[name].take(kept, axis=0) for name in self.cross_names]
+            return self._source(cross, mask), None, [], 0
+        copies, recopied = [], 0
+        longest = _round_up(1 + int(np.flatnonzero(mask.any(axis=0))[-1]))
+        if 2 * longest <= mask.shape[1]:  # a long source has left, and each step would read the others padded to it
+            mask, capacity = mask[:, :longest], self._cross_arrays(len(capacity[0]), longest)
+            for array, before in zip(capacity, state.cross_capacity, strict=True):
+                array[: kept.size] = before[kept, :, :longest]
+                recopied += array[: kept.size].nbytes
+        else:
+            changed = np.flatnonzero(kept != np.arange(kept.size))
+            copies = [(array, changed, array[kept[changed]]) for array in capacity]
+        return self._source([array[: kept.size] for array in capacity], mask), capacity, copies, recopied
 
-        They are laid out anew if what comes is longer, or more, than there is room for: then there is twice as much.
-        """
+    def _append_cross(self, state: StaticState, source: OrtSource) -> tuple[OrtSource, list[np.ndarray], int]:
+        """The sources and another batch, their capacity, and how many bytes moved to a larger one."""
         old = [state.source.inputs[name] for name in self.cross_names]
-        (there, longest), (count, length) = state.source.mask.shape, source.mask.shape
-        room, total = state.cross or [], there + count
-        if not room or len(room[0]) < total or room[0].shape[2] < length:
-            rows = len(room[0]) if room else 0
-            room = self._cross_room(rows if total <= rows else max(total, 2 * rows), _rounded(max(longest, length)))
-            for array, before in zip(room, old, strict=True):
-                array[:there, :, : before.shape[2]] = before
-        anew = sum(array.nbytes for array in old) if state.cross is None or room[0] is not state.cross[0] else 0
-        mask = np.zeros((total, room[0].shape[2]), dtype=np.int64)
-        mask[:there, : state.source.mask.shape[1]], mask[there:, :length] = state.source.mask, source.mask
-        for array, name in zip(room, self.cross_names, strict=True):
-            array[there:total, :, :length], array[there:total, :, length:] = source.inputs[name], 0
-        return [array[:total] for array in room], mask, anew
+        (before, longest), (count, length) = state.source.mask.shape, source.mask.shape
+        capacity, total, recopied = state.cross_capacity, before + count, 0
+        most = len(capacity[0]) if capacity else 0
+        if most < total or capacity[0].shape[2] < length:
+            most = most if total <= most else max(total, 2 * most)
+            capacity = self._cross_arrays(most, _round_up(max(longest, length)))
+            for array, held in zip(capacity, old, strict=True):
+                array[:before, :, : held.shape[2]] = held
+                recopied += held.nbytes
+        mask = np.zeros((total, capacity[0].shape[2]), dtype=np.int64)
+        mask[:before, :longest], mask[before:, :length] = state.source.mask, source.mask
+        for array, name in zip(capacity, self.cross_names, strict=True):
+            array[before:total, :, :length], array[before:total, :, length:] = source.inputs[name], 0
+        return self._source([array[:total] for array in capacity], mask), capacity, recopied
 
-    def _cross_room(self, rows: int, length: int) -> list[np.ndarray]:
+    def _cross_arrays(self, rows: int, length: int) -> list[np.ndarray]:
         return [np.zeros((rows, heads, length, self.dims.d_kv), np.float32) for heads in self.cross_heads]
 
+    def _source(self, cross: list[np.ndarray], mask: np.ndarray) -> OrtSource:
+        inputs = dict(zip(self.cross_names, cross, strict=True), attention_mask=np.ascontiguousarray(mask))
+        return OrtSource(inputs, mask)
 
-def _rounded(length: int) -> int:
-    """Of a source: room for a few more positions.
 
-    >>> _rounded(1), _rounded(64), _rounded(65)
-    (64, 64, 128)
-    """
+def _round_up(length: int) -> int:
     return -(-length // COLUMNS) * COLUMNS

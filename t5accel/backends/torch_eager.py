@@ -1,6 +1,6 @@
-"""transformers' own model in torch's eager mode, with its key/value cache or without: the baseline of every comparison.
+"""transformers' own model in PyTorch's eager mode: the baseline of every comparison.
 
-The K rows of a source each get a copy of its cross-attention cache, as transformers does; the ONNX backends share one.
+The K rows of a source each get a copy of its cross-attention cache, as in transformers; the ONNX backends share one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from t5accel.decoding.backend import PastLengths
-from t5accel.decoding.token_constraints import constraints_from_config, special_tokens
 from t5accel.errors import InputError
-from t5accel.models.registry import family_of_model
+from t5accel.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import EncoderDecoderCache, PreTrainedModel
@@ -45,31 +44,19 @@ class TorchSource:
 
 @dataclass
 class TorchState:
-    """A decoder state of R = B * K rows.
+    """A decoder state of R = B * K rows."""
 
-    Attributes:
-        hidden, mask: the source, one copy per row: (R, S, d_model), (R, S).
-        rows: how long each row's past is.
-        tokens: (R, P) every token so far, right-aligned; only the uncached backend reads it.
-        cache: transformers' cache, ``None`` without one.
-    """
-
-    hidden: torch.Tensor
-    mask: torch.Tensor
+    hidden: torch.Tensor  # (R, S, d_model), a copy of the source per row
+    mask: torch.Tensor  # (R, S)
     rows: PastLengths
-    tokens: torch.Tensor
+    tokens: torch.Tensor  # (R, P), all so far, right-aligned; only the uncached backend reads them
     cache: EncoderDecoderCache | None
 
 
 class TorchEager:
-    """A `Backend` over ``T5ForConditionalGeneration``, or its like in another family.
+    """A `Backend` over a model of transformers, which is put into evaluation mode.
 
-    A method that raises leaves the state as it was.
-
-    Args:
-        model: of a family that there is; put into evaluation mode.
-        use_cache: with ``False`` every step runs the decoder over all tokens so far (the naive way; the encoder still
-            runs once).
+    Without ``use_cache`` every step runs the decoder over all tokens so far; the encoder still runs once.
 
     >>> from t5accel.models.load import load_model
     >>> from t5accel.decoding.greedy_search import greedy
@@ -78,19 +65,15 @@ class TorchEager:
     (1, 5)
     """
 
+    vocab_size: int
     pad_token_id: int
     eos_token_id: int
     decoder_start_token_id: int
 
     def __init__(self, model: PreTrainedModel, *, use_cache: bool = True):
-        self._family = family_of_model(model)
-        self.model, self.use_cache, self.rules = model.eval(), use_cache, constraints_from_config(model)
-        for name, token in special_tokens(model).items():
-            setattr(self, name, token)
-        self.vocab_size = model.lm_head.out_features
-        if not self._family.is_relative:
-            self.source_vocab_size = model.model.encoder.embed_tokens.num_embeddings
-            self.positions = len(self._positions()) - self._family.first_position(self.pad_token_id)
+        spec = ModelSpec.of(model)
+        spec.describe(self)
+        self.model, self.use_cache, self._family = model.eval(), use_cache, spec.family
 
     @property
     def device(self) -> torch.device:
@@ -103,13 +86,13 @@ class TorchEager:
 
     @torch.inference_mode()
     def split(self, source: TorchSource) -> list[TorchSource]:
-        """One source per row with its own copy of the unmasked positions (cross-attention knows no positions)."""
+        """One source per row, a copy of its unmasked positions: cross-attention has no positions."""
         rows = zip(source.hidden, source.mask, source.mask.bool(), strict=True)
         return [TorchSource(hidden[real][None], mask[real][None]) for hidden, mask, real in rows]
 
     @torch.inference_mode()
     def join(self, sources: Sequence[TorchSource]) -> TorchSource:
-        """The rows of all of them as one new batch, padded on the right with zeros and masked there."""
+        """One new batch of all rows, padded on the right with zeros and masked there."""
         hidden = pad_sequence([row for source in sources for row in source.hidden], batch_first=True)
         mask = pad_sequence([row for source in sources for row in source.mask], batch_first=True)
         return TorchSource(hidden, mask)
@@ -118,18 +101,16 @@ class TorchEager:
         return source.hidden.nbytes + source.mask.nbytes
 
     def fingerprint(self) -> Hashable:
-        """Changes with the encoder's weights: by writes that autograd counts, any optimiser, ``.to()``, new tensors.
+        """A value that changes with the encoder's weights.
 
-        Unnoticed are writes through ``.data`` or a numpy view, by another process, a replayed CUDA graph or a kernel of
-        one's own. Storages count by identity: an address may be that of freed memory, given out again.
-
-        Raises:
-            InputError: weights made in inference mode; autograd does not count the writes to them.
+        It notices writes that autograd counts, any optimiser, ``.to()`` and new tensors; not writes through ``.data``
+        or a numpy view, by another process, a replayed CUDA graph or a custom kernel.
         """
         encoder = self.model.get_encoder()
         weights = [*encoder.parameters(), *encoder.buffers()]
-        if any(weight.is_inference() for weight in weights):
+        if any(weight.is_inference() for weight in weights):  # autograd does not count the writes to them
             raise InputError("These weights were made in inference mode, which hides changes: load them outside of it.")
+        # Storages count by identity: an address may be that of freed memory, given out again.
         storages = tuple(StorageWeakRef(weight.untyped_storage()) for weight in weights)
         views = tuple((w._version, w.dtype, w.shape, w.stride(), w.storage_offset()) for w in weights)
         return _optimizer_steps, encoder.training, storages, views
@@ -176,7 +157,7 @@ class TorchEager:
             state.tokens = tokens
         state.rows = histories
 
-    # What `hybrid` runs in another way
+    # Subclasses run these two by other runtimes.
 
     def _run_encoder(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.model.get_encoder()(input_ids=ids, attention_mask=mask, return_dict=True).last_hidden_state
@@ -184,8 +165,8 @@ class TorchEager:
     def _run_decoder(
         self, state: TorchState, tokens: torch.Tensor, past_mask: torch.Tensor | None, count: int
     ) -> np.ndarray:
-        """Of (R, n) tokens the logits (R, T, V) of the last ``count``, on the host. The cache grows in place."""
-        with self._numbered(past_mask, tokens.shape[1]):
+        """Tokens (R, n) -> the last ``count`` logits (R, T, V), on the host. The cache grows in place."""
+        with self._positions_from(past_mask, tokens.shape[1]):
             outputs = self.model(
                 encoder_outputs=(state.hidden,),
                 attention_mask=state.mask,
@@ -203,24 +184,19 @@ class TorchEager:
         return getattr(table, "weight", getattr(table, "weights", None))
 
     @contextmanager
-    def _numbered(self, mask: torch.Tensor | None, count: int) -> Iterator[None]:
-        """Within it the last ``count`` columns of a mask (R, n) have positions by what is real in front of them.
-
-        transformers would count columns.
-        """
+    def _positions_from(self, mask: torch.Tensor | None, count: int) -> Iterator[None]:
+        """Give the last ``count`` columns of a mask (R, n) positions that count real tokens, not columns."""
         if mask is None or self._family.is_relative:
             yield
             return
         numbers = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -count:] + self._family.first_position(self.pad_token_id)
-        found = self._positions()[numbers.clamp(max=len(self._positions()) - 1)]  # what has ended may be longer
+        found = self._positions()[numbers.clamp(max=len(self._positions()) - 1)]  # ended rows may be longer
         table = self.model.model.decoder.embed_positions
         table.forward = lambda *_, **__: found
         try:
             yield
         finally:
             del table.forward
-
-    # The same for both
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         # A copy, because torch takes no reversed view, warns of a read-only one and would share memory with any other.
@@ -233,7 +209,7 @@ class TorchEager:
         return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.use_cache else None
 
     def _take_back(self, state: TorchState) -> None:
-        """After a step that failed: the model lengthens the cache in place, layer by layer, and got to any of them."""
+        """Undo a failed step: the model lengthens the cache in place, layer by layer."""
         width = state.rows.width
         if not width:
             state.cache = self._empty_cache()  # the first step writes the part of cross-attention, too
@@ -242,7 +218,7 @@ class TorchEager:
 
     @torch.inference_mode()
     def _select(self, state: TorchState, flat_rows: np.ndarray) -> None:
-        """Go on with the tensors of these rows; how long their pasts are is for the caller to say."""
+        """Go on with the tensors of these rows; the caller sets their lengths."""
         index = torch.as_tensor(flat_rows, device=self.device)
         hidden, mask, tokens = state.hidden[index], state.mask[index], state.tokens[index]
         own, cross = _layers(state)
@@ -251,12 +227,13 @@ class TorchEager:
 
 
 def _layers(state: TorchState) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The cache's layers for self-attention and for cross-attention; without a cache there are none."""
-    cache = state.cache
-    return (cache.self_attention_cache.layers, cache.cross_attention_cache.layers) if cache is not None else ((), ())
+    """The cache's layers for self-attention and for cross-attention."""
+    if state.cache is None:
+        return (), ()
+    return state.cache.self_attention_cache.layers, state.cache.cross_attention_cache.layers
 
 
 def _replace(layers: Iterable[Any], part: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Keys and values (R, H, n, d_kv) of these layers: no layer changes before the new ones of all are there."""
+    """Replace keys and values (R, H, n, d_kv); no layer changes before the new ones of all are there."""
     for layer, keys, values in [(layer, part(layer.keys), part(layer.values)) for layer in layers]:
         layer.keys, layer.values = keys, values

@@ -1,8 +1,8 @@
-"""Rows of one captured step that requests join and leave while others run: continuous batching on `TorchStatic`.
+"""Continuous batching on `TorchStatic`: rows of one captured step that requests join and leave while others run.
 
-A graph of the device has a fixed number of rows. So a newcomer's encoder output is copied into a free row, and a row
-whose request has ended is idle: it computes what nobody reads until it is given away. The host uploads which token each
-row reads and at which position, has the graph replayed several times, and reads the tokens of all of these steps.
+A graph has a fixed number of rows. So a newcomer's encoder output is copied into a free row, and a row whose request
+has ended computes what nobody reads until the next newcomer takes it. The host uploads which token each row reads and
+at which position, replays the graph several times, and reads the tokens of all these steps.
 
 Shapes: R rows of capacity, S source positions, W places for keys and values, V vocabulary entries, m newcomers.
 """
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.cuda_graphs import captured
-from t5accel.backends.torch_static_model import KeysAndValues, Slot
+from t5accel.backends.torch_static_buffers import StaticBuffers, capture_graph
 
 if TYPE_CHECKING:
     from t5accel.backends.torch_static import StaticSource, TorchStatic
@@ -31,61 +30,44 @@ KEPT_BYTES = 2 * 2**30  # of buffers in shapes that are not in use
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Encoder outputs of m newcomers; equal sources were encoded once.
+    """Encoder outputs of m newcomers; equal sources were encoded once."""
 
-    Attributes:
-        calls: what each call of the encoder returned.
-        at: (m,) int64, which call has a newcomer's source.
-        rows: (m,) int64, in which row.
-        width: the longest source, in tokens.
-    """
-
-    calls: list[StaticSource]
-    at: np.ndarray
-    rows: np.ndarray
-    width: int
+    calls: list[StaticSource]  # the outputs of each call of the encoder
+    at: np.ndarray  # (m,) int64, which call has a newcomer's source
+    rows: np.ndarray  # (m,) int64, in which row
+    width: int  # the longest source, in tokens
 
 
 @dataclass
 class RowBuffers:
-    """Memory of one capacity, and its graph.
+    """Buffers of one capacity, R sources with a row each, and the captured step on them.
 
-    Attributes:
-        slot: of R sources with a row each; its ``lengths`` and ``token`` are rows of ``plan``.
-        plan: (3, R) int64: how many positions each row has, which token it reads next, and how many tokens its answer
-            has at least, none if that is negative.
-        logits: (R, V) float32, of the last step.
-        graph: a captured step, if steps are captured.
+    ``plan`` (3, R) int64 holds each row's number of positions, the token that it reads next, and the least number of
+    tokens of its answer, negative for none. The first two are the buffers' ``lengths`` and ``token``.
     """
 
-    slot: Slot
+    buffers: StaticBuffers
     plan: torch.Tensor
-    logits: torch.Tensor | None = None
+    logits: torch.Tensor | None = None  # (R, V) float32, of the last step
     graph: Any = None
 
     @property
     def size_bytes(self) -> int:
-        """Of keys and values, and of logits."""
-        slot = self.slot
-        return sum(held.numel() * held.element_size() for held in (slot.cross.memory, slot.own.memory, slot.logits))
+        buffers = self.buffers
+        return buffers.cross_kv.memory.nbytes + buffers.self_kv.memory.nbytes + buffers.logits.nbytes
 
 
 class TorchStaticRows:
     """The device's half of a running batch; `serve.device_batch.DeviceRunningBatch` is the host's.
 
-    Args:
-        backend: what the rows run on; it may serve other calls in between, on the same thread.
-
-    Attributes:
-        shape: (R, S, W); zeros before the first `fit`.
-        captures: graphs made so far, of steps and of encoders.
-        dims, dtype: as `serve.limits.KVCacheBytes` reads them.
+    The backend may serve other calls in between, on the same thread. ``shape`` is (R, S, W), zeros before the first
+    `fit`.
 
     >>> from t5accel.models.load import load_model
     >>> from t5accel.backends.torch_static import TorchStatic
     >>> rows = TorchStaticRows(TorchStatic(load_model("random:t5-small")[0]))
     >>> rows.fit(rows.shape_for(rows=1, source=3, width=5), np.empty(0, dtype=np.int64))
-    >>> rows.admit(np.array([2]), rows.encode(np.array([[100, 200, 1]]), np.ones((1, 3), dtype=np.int64)))
+    >>> rows.add_sources(np.array([2]), rows.encode(np.array([[100, 200, 1]]), np.ones((1, 3), dtype=np.int64)))
     >>> rows.run(np.zeros((3, 8), dtype=np.int64), 5).shape
     (8, 5)
     """
@@ -96,57 +78,46 @@ class TorchStaticRows:
         self.shape = (0, 0, 0)
         self._captured = 0
         self._ends = torch.tensor(backend.rules.eos_tokens(backend.eos_token_id), device=self.device)
-        self._penalty = None  # (V,) of the tokens that no answer holds
+        self._logit_bias = None  # (V,) of the tokens that no answer holds
         if backend.rules.suppress_tokens:
-            self._penalty = torch.zeros(backend.vocab_size, device=self.device)
-            self._penalty[list(backend.rules.suppress_tokens)] = -torch.inf
+            self._logit_bias = torch.zeros(backend.vocab_size, device=self.device)
+            self._logit_bias[list(backend.rules.suppress_tokens)] = -torch.inf
         self._held: RowBuffers | None = None
         self._kept: dict[tuple[int, int, int], RowBuffers] = {}  # the last used is the last
 
     @property
     def captures(self) -> int:
+        """Graphs made so far, of steps and of encoders."""
         return self._captured + len(self.backend._encoders)
 
-    # Shapes
-
     def shape_for(self, rows: int, source: int, width: int) -> tuple[int, int, int]:
-        """The smallest (R, S, W) for that many rows, source positions and places.
-
-        >>> from t5accel.models.load import load_model
-        >>> from t5accel.backends.torch_static import TorchStatic
-        >>> TorchStaticRows(TorchStatic(load_model("random:t5-small")[0])).shape_for(9, 65, 300)
-        (32, 128, 512)
-        """
+        """The smallest (R, S, W) for that many rows, source positions and places."""
         most = ROWS[-1]
         capacity = next((count for count in ROWS if count >= rows), -(-rows // most) * most)
         return capacity, self.backend._bucket(source), self.backend._bucket(width)
 
     @torch.inference_mode()
     def fit(self, shape: tuple[int, int, int], kept: np.ndarray) -> None:
-        """Go on in memory of another shape. If there is none, everything is as it was.
+        """Move the rows ``kept`` (n,) to rows 0 … n - 1 of buffers of another shape, large enough for them.
 
-        Args:
-            shape: (R, S, W), as of `shape_for`, large enough for the rows that go on.
-            kept: (n,) int64, the rows that go on; they become rows 0 … n - 1.
+        Without memory for these everything stays as it was.
         """
         old = self._held
-        new = self._kept.pop(shape, None) or self._made(shape)
+        new = self._kept.pop(shape, None) or self._allocate(shape)
         if old is not None and len(kept):
             index = torch.as_tensor(kept, device=self.device)
-            for into, given in ((new.slot.cross, old.slot.cross), (new.slot.own, old.slot.own)):
-                for held, one in zip(_stacked(into), _stacked(given), strict=True):
-                    places = min(held.shape[3], one.shape[3])
-                    held[:, : len(kept), :, :places] = one[:, :, :, :places].index_select(1, index)
-            bias, places = new.slot.source_bias, min(shape[1], self.shape[1])
+            new.buffers.cross_kv.gather_(old.buffers.cross_kv, index)
+            new.buffers.self_kv.gather_(old.buffers.self_kv, index)
+            bias, places = new.buffers.source_bias, min(shape[1], self.shape[1])
             bias[: len(kept)] = self.decoder.lowest
-            bias[: len(kept), ..., :places] = old.slot.source_bias[index, ..., :places]
+            bias[: len(kept), ..., :places] = old.buffers.source_bias[index, ..., :places]
         if old is not None:
             self._kept[self.shape] = old
             while sum(held.size_bytes for held in self._kept.values()) > KEPT_BYTES:
                 del self._kept[next(iter(self._kept))]
         self._held, self.shape = new, shape
 
-    def _made(self, shape: tuple[int, int, int]) -> RowBuffers:
+    def _allocate(self, shape: tuple[int, int, int]) -> RowBuffers:
         try:
             return self._new(shape)
         except torch.cuda.OutOfMemoryError:
@@ -158,22 +129,22 @@ class TorchStaticRows:
 
     def _new(self, shape: tuple[int, int, int]) -> RowBuffers:
         rows, source, width = shape
-        slot = self.decoder.slot(batch=rows, rows=1, source=source, width=width)
+        buffers = self.decoder.new_buffers(batch=rows, rows=1, source=source, width=width)
         plan = torch.zeros((3, rows), dtype=torch.int64, device=self.device)
-        slot.lengths, slot.token = plan[0], plan[1][:, None]
-        made = RowBuffers(slot, plan)
+        buffers.lengths, buffers.token = plan[0], plan[1][:, None]
+        made = RowBuffers(buffers, plan)
         if self.backend.graphs:
 
             def undo() -> None:
                 plan.zero_()
-                slot.count.zero_()
+                buffers.count.zero_()
 
-            made.graph = captured(lambda: self._step(made), undo, self.device)
+            made.graph = capture_graph(lambda: self._step(made), undo, self.device)
             self._captured += 1
         return made
 
     def warm(self, rows: int) -> None:
-        """Capture, if steps are captured, what short requests need: nobody waits for it then."""
+        """Capture the graphs of short requests, so that nobody waits for them later."""
         if not self.backend.graphs:
             return
         most = self.shape_for(rows, 1, 1)
@@ -182,11 +153,9 @@ class TorchStaticRows:
         for power in range((min(most[0], self._at_once(1)) - 1).bit_length() + 1):
             self._encoded(*np.ones((2, 1 << power, 1), dtype=np.int64))
 
-    # Newcomers
-
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> EncodedRows:
-        """(m, S') int64 both. Done when it returns, so that a caller's clock is right."""
+        """Encode (m, S') int64 both. The device is done when it returns, so that a caller's clock is right."""
         sources = np.where(attention_mask == 1, input_ids, -1)
         seen: dict[bytes, int] = {}
         same = np.array([seen.setdefault(source.tobytes(), len(seen)) for source in sources])
@@ -195,9 +164,9 @@ class TorchStaticRows:
         most = self._at_once(width)
         calls = []
         for begin in range(0, len(first), most):
-            chosen = first[begin : begin + most]
-            count = 1 << (len(chosen) - 1).bit_length()  # few shapes are captured: powers of two
-            padded = np.resize(chosen, count)
+            batch = first[begin : begin + most]
+            count = 1 << (len(batch) - 1).bit_length()  # few shapes are captured: powers of two
+            padded = np.resize(batch, count)
             calls.append(self._encoded(input_ids[padded], attention_mask[padded]))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -214,29 +183,32 @@ class TorchStaticRows:
         return backend.encode(ids, mask, graph=len(ids) * backend._bucket(ids.shape[1]) * per_token <= CAPTURED_BYTES)
 
     @torch.inference_mode()
-    def admit(self, where: np.ndarray, encoded: EncodedRows) -> None:
-        """Newcomers take these rows, (m,) int64. What they have is overwritten."""
-        slot = self._held.slot
+    def add_sources(self, where: np.ndarray, encoded: EncodedRows) -> None:
+        """Start the newcomers in the rows ``where`` (m,) int64, whose content is overwritten."""
+        buffers = self._held.buffers
         for number, source in enumerate(encoded.calls):
             chosen = encoded.at == number
             into, rows = (torch.as_tensor(one[chosen], device=self.device) for one in (where, encoded.rows))
-            for held, given in zip(_stacked(slot.cross), _stacked(source.cross), strict=True):
-                held[:, :, :, : given.shape[3]].index_copy_(1, into, given.index_select(1, rows))
+            buffers.cross_kv.scatter_(source.cross_kv, into, rows)
             mask = source.mask.index_select(0, rows)  # (m', S')
-            bias = torch.full((len(into), *slot.source_bias.shape[1:]), self.decoder.lowest, device=self.device,
-                              dtype=slot.source_bias.dtype)  # fmt: skip
+            shape, dtype = (len(into), *buffers.source_bias.shape[1:]), buffers.source_bias.dtype
+            bias = torch.full(shape, self.decoder.lowest, device=self.device, dtype=dtype)
             bias[..., : mask.shape[1]] *= (1 - mask)[:, None, None]
-            slot.source_bias.index_copy_(0, into, bias)
+            buffers.source_bias.index_copy_(0, into, bias)
 
-    # Steps
+    @torch.inference_mode()
+    def reorder_sources(self, into: np.ndarray, given: np.ndarray) -> None:
+        """Rows ``into`` (n,) go on from the histories of the rows ``given`` (n,), whose sources are theirs."""
+        places, rows = (torch.as_tensor(one, device=self.device) for one in (into, given))
+        self_kv = self._held.buffers.self_kv
+        self_kv.scatter_(self_kv, places, rows)
 
     @torch.inference_mode()
     def run(self, plan: np.ndarray, count: int, forced: tuple[Sequence[int], Sequence[int]] = ((), ())) -> np.ndarray:
-        """Some steps of every row; the host waits once, at the end.
+        """Take ``count`` steps of every row, at most `LONGEST_RUN`; the host waits once, at the end.
 
         Args:
-            plan: (3, R) int64, as of `RowBuffers`. No row may get more than W positions.
-            count: how many steps, up to `torch_static_model.LONGEST_RUN`.
+            plan: (3, R) int64, as in `RowBuffers`. No row may get more than W positions.
             forced: rows, and the token that each reads after the first step in place of the likeliest.
 
         Returns:
@@ -244,7 +216,7 @@ class TorchStaticRows:
         """
         held = self._held
         held.plan.copy_(torch.from_numpy(plan))
-        held.slot.count.zero_()
+        held.buffers.count.zero_()
         for number in range(count):
             if held.graph is None:
                 self._step(held)
@@ -252,37 +224,20 @@ class TorchStaticRows:
                 held.graph.replay()
             if not number and len(forced[0]):
                 rows, tokens = (torch.tensor(one, device=self.device) for one in forced)
-                held.slot.token.index_copy_(0, rows, tokens[:, None])
-        return held.slot.chosen[:, :count].to("cpu", copy=True).numpy()
+                held.buffers.token.index_copy_(0, rows, tokens[:, None])
+        return held.buffers.generated[:, :count].to("cpu", copy=True).numpy()
 
     @torch.inference_mode()
     def logits(self, rows: np.ndarray) -> np.ndarray:
-        """(n,) rows -> (n, V) float32 after the last step, before any token was excluded, but ends of short answers."""
+        """(n,) rows -> (n, V) float32 after the last step; ends of short answers are excluded, no other token."""
         index = torch.as_tensor(rows, device=self.device)
         return self._held.logits.index_select(0, index).to("cpu", copy=True).numpy()
 
-    @torch.inference_mode()
-    def branch(self, into: np.ndarray, given: np.ndarray) -> None:
-        """Rows (n,) go on from the histories of other rows (n,), whose sources are theirs."""
-        places, rows = (torch.as_tensor(one, device=self.device) for one in (into, given))
-        for held in _stacked(self._held.slot.own):
-            held.index_copy_(1, places, held.index_select(1, rows))
-
     def _step(self, held: RowBuffers) -> None:
-        slot = held.slot
-        held.logits = self.decoder.logits(self.decoder.read(slot, slot.token)[:, -1])  # (R, V)
-        scores = held.logits if self._penalty is None else held.logits + self._penalty
+        buffers = held.buffers
+        held.logits = self.decoder.logits(self.decoder.read(buffers, buffers.token)[:, -1])  # (R, V)
+        scores = held.logits if self._logit_bias is None else held.logits + self._logit_bias
         # A row that read as many tokens as its answer has at least chooses the one after these.
-        early = (slot.lengths <= held.plan[2]) * LOWEST  # (R,)
+        early = (buffers.lengths <= held.plan[2]) * LOWEST  # (R,)
         scores.index_add_(1, self._ends, early[:, None].expand(-1, len(self._ends)))
-        token = scores.argmax(dim=-1, keepdim=True)
-        slot.token.copy_(token)
-        slot.chosen.scatter_(1, slot.count.expand(len(token), 1), token)
-        slot.count.add_(1)
-
-
-def _stacked(held: KeysAndValues) -> list[torch.Tensor]:
-    """Views (n, N, H, P, d) of all layers: a single one where all have as many heads."""
-    if len({layer.shape for layer in held.layers}) > 1:
-        return held.layers
-    return [held.memory.view(-1, *held.layers[0].shape[1:])]
+        buffers.append(scores.argmax(dim=-1, keepdim=True))

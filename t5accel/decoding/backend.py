@@ -1,14 +1,12 @@
-"""What a runtime must offer so that every decoding algorithm works on it, and what an algorithm returns.
-
-`PastLengths` keeps the lengths of a batch's pasts for it, apart from any tensors.
+"""The protocol between decoding algorithms and runtimes.
 
 Shapes: B sources in the batch, K rows (beams, samples, drafts) that share one source, S source positions, T new and P
-past decoder positions, V vocabulary entries.
+past decoder positions, V vocabulary entries. docs/contract.md explains the protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,56 +15,19 @@ import numpy as np
 from t5accel.checks import as_count
 from t5accel.errors import InputError
 
-Source = Any  # what `encode` returns: belongs to the backend, opaque to the algorithms
-State = Any  # the same for the decoder's state; methods that take one change it in place
-SuppressedTokens = int | tuple[int, ...] | None  # a token that shall not be chosen, or several
+Source = Any  # what `encode` returns; opaque to the algorithms
+State = Any  # the decoder's state, opaque too; methods that take one change it in place
+VOCABULARY = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")  # attributes of every backend
+SuppressedTokens = int | tuple[int, ...] | None  # one or several tokens that must not be chosen
 
 
 @runtime_checkable
 class Backend(Protocol):
     """One encoder-decoder on one runtime. Arrays are numpy, on the host.
 
-    Its methods **trust their arguments**: types and shapes as below, tokens in the vocabulary, rows, positions and
-    sources that exist, sources and states of this very backend. What comes from outside is checked once, by those
-    who call them: the decoding algorithms (`request.GenerationInputs`) and `hf`. Whoever calls a backend directly
-    answers for that; a runtime may read what lies beyond an array, or end the process. A method that fails on the way,
-    for want of memory or by an interrupt, leaves the state as it was.
-
-    A backend may also offer ``run_greedy(state, k, *, suppressed=None) -> (B, K, n)``, n <= k greedy steps without
-    returning to the host, of which the first reads what ``next_tokens`` or ``run_greedy`` chose last;
-    ``next_tokens(state, input_ids, *, suppressed=None)``, a ``step`` that returns the likeliest next token of each row,
-    (B, K) int64, as `argmax_tokens` would find it in the logits at the last position; ``run_beams`` and
-    ``run_samples``, as below; and the four methods that `encoder_cache.EncoderCache` builds on:
-
-    - ``split(source) -> list[Source]``: one source per row, without its padding, in memory of its own.
-    - ``join(sources) -> Source``: the rows of all of them as one batch, padded on the right with zeros and masked
-      there, in new memory.
-    - ``source_bytes(source) -> int``: the memory that it takes, on whichever device.
-    - ``fingerprint() -> Hashable``: compares unequal to an earlier one if the encoder's weights were changed since.
-
-    And it may know more about its model: ``rules``, what is asked of every answer (`TokenConstraints`); ``positions``,
-    how many tokens its decoder can read; and ``source_vocab_size``, where sources have a vocabulary of their own.
-
-    ``run_beams(state, input_ids, scores, k, *, ends, suppressed=None, renormalized=False)`` takes n <= k steps of beam
-    search. First every row reads its tokens (B, K, T), which stand behind histories of one length. A step ranks the
-    continuations of all K beams of a source by ``scores`` (B, K) float32 plus the new token's log-probability, never
-    ``suppressed``, which is left out of the distribution if ``renormalized``. Rows go on with the best K that are none
-    of ``ends``. Returns the best m = K * (1 + len(ends)) of every step, best first, m being at most V: their scores
-    float32, the beams that they continue and their tokens, both int64, (n, B, m) each. Afterwards the rows' last tokens
-    are not read yet: the next call gets them.
-
-    ``run_samples(state, input_ids, uniform, *, sampling, suppressed=None, history=None)`` takes n steps that draw, at
-    most `beam.LONGEST_RUN`, and begins as ``run_beams`` does. The tokens are those of `sampling.draw`, by
-    ``uniform`` (B, K, n) float64, from `sampling.probabilities` of ``sampling``, never ``suppressed``. ``history``
-    (B, K, L) int64 is what each row has so far; it is needed, and goes on with the drawn tokens, where repetitions are
-    penalised. Returns them, (B, K, n) int64.
-
-    For serving there is, beside ``select_sources``, by which rows leave a running state, ``add_sources(state,
-    source) -> None``: the
-    sources of another batch join it, behind those that are there, with K rows each that have no history yet. A state
-    of one row for each source may hold the K beams of a text as K sources; ``reorder_sources(state, sources) ->
-    None`` reorders
-    them: the row of source b goes on from the history of source ``sources[b]``, (B,) int64, which is the same text.
+    Methods **trust their arguments**: shapes, types, tokens and indices are checked once, by the algorithms
+    (`request.GenerationInputs`) and by `hf_generate`. Wrong ones may read past an array or end the process. A method that fails
+    midway (no memory, an interrupt) leaves the state unchanged.
     """
 
     vocab_size: int
@@ -75,75 +36,111 @@ class Backend(Protocol):
     decoder_start_token_id: int
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Source:
-        """Run the encoder once. Both arguments (B, S) int64; the mask is 1 for real tokens and 0 for padding.
-
-        A source may keep the arrays: nobody writes to them any more.
-        """
+        """Run the encoder on (B, S) int64 arrays, which the source may keep; 1 in the mask is real."""
 
     def new_state(self, source: Source, rows_per_source: int = 1) -> State:
-        """An empty decoder state (P = 0) with K = ``rows_per_source`` rows that share each source."""
+        """Return an empty decoder state (P = 0) with K rows for each source."""
 
     def step(self, state: State, input_ids: np.ndarray) -> np.ndarray:
-        """Append T >= 1 tokens to every row: (B, K, T) int64 -> logits (B, K, T, V) float32, causal among the new."""
+        """Append T >= 1 tokens: (B, K, T) int64 -> causal logits (B, K, T, V) float32."""
 
     def reorder(self, state: State, rows: np.ndarray) -> None:
-        """Row k of source b goes on from the history of row ``rows[b, k]`` of the same source. (B, K) int64."""
+        """Continue row k of source b from its row ``rows[b, k]``. (B, K) int64."""
 
     def rollback(self, state: State, accepted: np.ndarray) -> None:
-        """Of the positions of the last step keep the first ``accepted[b, k]`` (0 … T) in each row. (B, K) int64.
+        """Keep ``accepted[b, k]`` of the last step's T positions. (B, K) int64.
 
-        PastLengths of unequal length are aligned to the right and masked, so that T5's relative positions stay right.
+        Pasts of unequal length are aligned to the right and masked, so that relative positions stay right.
         """
 
     def select_sources(self, state: State, sources: np.ndarray) -> None:
-        """Only these sources, in this order, stay in the batch (finished ones leave it). (n,) int64, n >= 1."""
+        """Keep only these sources, in this order. (n,) int64, n >= 1."""
 
 
-_NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+class OptionalBackend(Backend, Protocol):
+    """Methods and attributes that a backend may also offer."""
+
+    rules: Any  # the model's `TokenConstraints`
+    positions: int | None  # how many tokens the decoder can read, if it has a table of positions
+    source_vocab_size: int  # if sources have their own vocabulary
+
+    def next_tokens(self, state: State, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None) -> np.ndarray:
+        """`step` and arg-max at the last position, of equal logits the lowest id: (B, K) int64."""
+
+    def run_greedy(self, state: State, k: int, *, suppressed: SuppressedTokens = None) -> np.ndarray:
+        """Take n <= k greedy steps from the last chosen tokens: (B, K, n) int64."""
+
+    def run_beams(
+        self, state: State, input_ids: np.ndarray, scores: np.ndarray, k: int, *, ends: tuple[int, ...],
+        suppressed: SuppressedTokens = None, renormalized: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+        """Take n <= k steps of beam search from ``scores`` (B, K) float32.
+
+        Rows, whose pasts must be equally long, first read ``input_ids`` (B, K, T). Returns each step's best
+        m = K * (1 + len(ends)) <= V continuations, best first: scores float32, continued rows and tokens int64,
+        (n, B, m) each. Rows go on with the best K that are not in ``ends``. Suppressed tokens keep their share of the
+        probability unless ``renormalized``. The last tokens are not read yet.
+        """
+
+    def run_samples(
+        self, state: State, input_ids: np.ndarray, uniform: np.ndarray, *, sampling: Any,
+        suppressed: SuppressedTokens = None, history: np.ndarray | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """Draw n <= `beam.LONGEST_RUN` tokens by ``uniform`` (B, K, n) float64: (B, K, n).
+
+        Rows first read ``input_ids``, as in `run_beams`. The draws are those of `sampling.draw`, for a
+        `SamplingParams`. ``history`` (B, K, L) int64, each row's tokens so far, is required where repetitions are
+        penalised.
+        """
+
+    def add_sources(self, state: State, source: Source) -> None:
+        """Append another batch's sources, with K empty rows each (for serving)."""
+
+    def reorder_sources(self, state: State, sources: np.ndarray) -> None:
+        """Continue source b from source ``sources[b]``, of the same text. (B,) int64."""
+
+    def split(self, source: Source) -> list[Source]:
+        """Return one unpadded source per row in its own memory (for `EncoderCache`)."""
+
+    def join(self, sources: Sequence[Source]) -> Source:
+        """Return one batch of all rows in new memory, right-padded and masked."""
+
+    def source_bytes(self, source: Source) -> int:
+        """Return the memory of a source, on its device."""
+
+    def fingerprint(self) -> Hashable:
+        """Return a value that changes when the encoder's weights do."""
 
 
 def check_backend(backend: Any, methods: Iterable[str] = ()) -> None:
-    """Raise ``InputError`` for what is no backend, lacks one of these methods, or has a special token that is no token.
+    """Raise ``InputError`` for a missing method or an invalid special token.
 
-    Args:
-        backend: anything.
-        methods: beside ``encode``, ``new_state`` and ``step``.
-
-    >>> check_backend("mini")
-    Traceback (most recent call last):
-    t5accel.errors.InputError: str is no backend, it lacks vocab_size, pad_token_id, eos_token_id, ...
+    ``methods`` are required besides ``encode``, ``new_state`` and ``step``.
     """
-    missing = [name for name in (*_NUMBERS, "encode", "new_state", "step", *methods) if not hasattr(backend, name)]
+    missing = [name for name in (*VOCABULARY, "encode", "new_state", "step", *methods) if not hasattr(backend, name)]
     if missing:
         raise InputError(
-            f"{type(backend).__name__} is no backend, it lacks {', '.join(missing)}: wrap a model in TorchEager."
+            f"backend must be a Backend, got {type(backend).__name__}, which lacks {', '.join(missing)}. Wrap a model: "
+            "TorchEager(model)."
         )
-    for name in _NUMBERS[1:]:
+    for name in VOCABULARY[1:]:
         if as_count(getattr(backend, name), name, at_least=0) >= backend.vocab_size:
-            raise InputError(f"{name} is {getattr(backend, name)}; the vocabulary has {backend.vocab_size} entries.")
+            raise InputError(f"{name} must be below {backend.vocab_size}, got {getattr(backend, name)}.")
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What an algorithm produced.
+    """The result of a decoding algorithm."""
 
-    Attributes:
-        sequences: (N, L) int64, without the decoder's start token, right-padded with the pad id.
-        scores: (N,) float, for beams the numbers of transformers' ``sequences_scores``; ``None`` without scores.
-        decoder_calls: how often the decoder ran.
-        drafted: how many tokens were guessed before the decoder saw them, by `prompt_lookup` or `speculative`.
-        accepted: how many of these turned out right.
-    """
-
-    sequences: np.ndarray
+    sequences: np.ndarray  # (N, L) int64, without the decoder's start token, right-padded with the pad id
     decoder_calls: int
-    scores: np.ndarray | None = None
-    drafted: int = 0
-    accepted: int = 0
+    scores: np.ndarray | None = None  # (N,) float, of beam search alone: transformers' ``sequences_scores``
+    drafted: int = 0  # tokens proposed by `prompt_lookup` or `speculative`
+    accepted: int = 0  # proposed tokens that were right
 
 
 def right_aligned(lengths: np.ndarray, width: int) -> np.ndarray:
-    """The mask of rows that end together: (…) lengths -> (…, width) int64, 1 on the last ``length`` positions.
+    """Mask rows that end together: (…) lengths -> (…, width) int64.
 
     >>> right_aligned(np.array([1, 3]), 3).tolist()
     [[0, 0, 1], [1, 1, 1]]
@@ -153,42 +150,27 @@ def right_aligned(lengths: np.ndarray, width: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PastLengths:
-    """B sources of K rows each, whose pasts end together at the right of ``width`` positions (P).
+    """The lengths of pasts that all end at the right of ``width`` positions.
 
-    It never changes. A method returns what the histories are afterwards, and where that moves
-    anything, an index to gather the runtime's tensors by. So a runtime gathers first, and takes over both at the end:
-    if something fails between (no memory, an interrupt), its state is still the one from before.
-
-    Attributes:
-        padding: (B, K) int64, how many positions in front of each row's past are not real.
-        width: P.
-        last: T of the last step, of which `trimmed` may drop some.
-        ragged: whether there is any padding.
-
-    >>> rows = PastLengths.empty(batch=1, rows_per_source=2).appended(3)
-    >>> rows, index = rows.trimmed(np.array([[1, 3]]))  # row 0 keeps one of three positions, moved to the right end
-    >>> index.tolist(), rows.mask().tolist()
-    ([[[0, 0, 0], [0, 1, 2]]], [[[0, 0, 1], [1, 1, 1]]])
+    Immutable: methods return new lengths and, where rows or positions move, an index to gather tensors by. A runtime
+    gathers first and stores both at the end, so a failure between leaves its state unchanged.
     """
 
-    padding: np.ndarray
-    width: int = 0
-    last: int = 0
-    ragged: bool = False
+    padding: np.ndarray  # (B, K) int64, positions in front of each row's past
+    width: int = 0  # P
+    last: int = 0  # T of the last step
+    ragged: bool = False  # whether there is any padding
 
     @classmethod
     def empty(cls, batch: int, rows_per_source: int) -> PastLengths:
-        """Nothing yet."""
         return cls(np.zeros((batch, rows_per_source), dtype=np.int64))
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, K)."""
         return self.padding.shape
 
     @property
-    def lengths(self) -> np.ndarray:
-        """(B, K) int64, how many of the last positions are real."""
+    def lengths(self) -> np.ndarray:  # (B, K) int64
         return self.width - self.padding
 
     def mask(self) -> np.ndarray:
@@ -198,39 +180,29 @@ class PastLengths:
         return right_aligned(self.lengths, self.width)
 
     def appended(self, count: int) -> PastLengths:
-        """Every row has ``count`` more positions."""
+        """After ``count`` more positions in every row."""
         return PastLengths(self.padding, self.width + count, count, self.ragged)
 
     def reordered(self, rows: np.ndarray) -> tuple[PastLengths, np.ndarray | None]:
-        """Row k of source b goes on as row ``rows[b, k]`` of the same source.
-
-        Returns:
-            The histories, and (B * K,) int64: for each row which one of all rows it was; ``None`` where all stay.
-        """
+        """After `Backend.reorder`; the index (B * K,) is ``None`` if no row moves."""
         if (rows == np.arange(self.shape[1])).all():
             return self, None
         flat = (np.arange(self.shape[0])[:, None] * self.shape[1] + rows).ravel()
         return self._with_padding(self.padding.ravel()[flat].reshape(self.shape)), flat
 
     def kept(self, sources: np.ndarray) -> tuple[PastLengths, np.ndarray]:
-        """Only these sources (n,) stay, in this order; returns the histories, and ``sources`` to gather by."""
+        """After `Backend.select_sources`, and ``sources`` as the index."""
         return self._with_padding(self.padding[sources]), sources
 
     def joined(self, sources: int) -> PastLengths:
-        """So many more sources, whose rows have no history yet.
-
-        >>> PastLengths.empty(batch=1, rows_per_source=1).appended(2).joined(1).mask().tolist()
-        [[[1, 1]], [[0, 0]]]
-        """
+        """With so many more sources, whose rows have no past."""
         new = np.full((sources, self.shape[1]), self.width)
         return self._with_padding(np.concatenate([self.padding, new]))
 
     def trimmed(self, accepted: np.ndarray) -> tuple[PastLengths, np.ndarray | None]:
-        """Of the last step keep the first ``accepted[b, k]`` positions.
+        """After `Backend.rollback`; the index (B, K, P') is ``None`` if no position moves.
 
-        Returns:
-            The histories, and (B, K, P') int64: the old position of each new one; ``None`` where all stay. In front of
-            a shorter history it points anywhere, and `mask` is 0 there.
+        In front of a shorter past the index points anywhere; `mask` is 0 there.
         """
         dropped = self.last - accepted
         if not dropped.any():
@@ -247,10 +219,6 @@ class PastLengths:
 
 
 def expand_index_to_heads(index: np.ndarray, heads: int, width: int) -> np.ndarray:
-    """Positions within rows -> the same positions of each head, counted through (R, H, width): (R, n) -> (R * H * n,).
-
-    >>> expand_index_to_heads(np.array([[0, 2]]), heads=2, width=3).tolist()
-    [0, 2, 3, 5]
-    """
+    """Repeat positions (R, n) for each head, flat in (R, H, width): (R * H * n,)."""
     first = np.arange(len(index) * heads).reshape(len(index), heads, 1) * width
     return (first + index[:, None, :]).ravel()

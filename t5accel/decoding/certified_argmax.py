@@ -1,8 +1,7 @@
 """Exact arg-max from approximate logits of an 8-bit output head.
 
-The approximate logits and a bound of their error leave a few candidates, whose logits are computed exactly: a VA-file
-(Weber, Schek and Blott 1998), used for largest inner products by FEXIPRO (Li, Chan, Yiu and Mamoulis 2017). Here the
-bounds also cover the rounding of floats.
+A bound of their error leaves a few candidates, whose logits are computed exactly: a VA-file (Weber, Schek and Blott
+1998), used for largest inner products by FEXIPRO (Li, Chan, Yiu and Mamoulis 2017), here also covering float rounding.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ class OutputHead:
 
     @cached_property
     def largest_bias(self) -> float:
-        """The largest absolute value of a bias."""
         return 0.0 if self.bias is None else float(np.abs(self.bias).max())
 
     def logits(self, tokens: np.ndarray, products: np.ndarray) -> np.ndarray:
-        """The logits of ``tokens`` (n,) from the products (n,) of their rows with a hidden state."""
+        """Add the bias to ``products`` (n,) of the rows of ``tokens`` (n,)."""
         return products if self.bias is None else products + self.bias[tokens]
 
 
@@ -70,7 +68,7 @@ class ApproxLogits(NamedTuple):
 # A bias c of the logits is one more product, c times 1, in w·h, n and the approximate logit. The copy has it exactly,
 # so b grows only by what its addition rounds, and n by γ |c|.
 def certify_argmax(head: OutputHead, approx: ApproxLogits, suppressed: SuppressedTokens = None) -> np.ndarray | None:
-    """The token of the largest exact logit in each of R rows, (R,) int64; ``None`` unless all are certain.
+    """Return the arg-max of the exact logits, (R,) int64; ``None`` unless all are certain.
 
     No token is certain where numbers are not finite or near overflow, or more than `MAX_CANDIDATES` remain. Writes to
     ``approx.logits``.
@@ -96,8 +94,7 @@ def certify_argmax(head: OutputHead, approx: ApproxLogits, suppressed: Suppresse
 
 def _certain(head: OutputHead, logits: np.ndarray, hidden: np.ndarray, norm: float, error: float) -> int | None:
     """The token of one row, from (V,) approximate logits, the (d_model,) hidden state and its norms."""
-    # A step has just read all weights, and each further function of numpy must come from memory: so there are few calls
-    # of it, and numbers are Python's.
+    # A step has just read all weights, so each numpy function must come from memory: few are called, on Python numbers.
     norm, error = rounded_up(norm, len(hidden)), rounded_up(error, len(hidden))
     reach = (head.largest_row + head.largest_error) * norm + head.largest_bias  # at least |w| |h| + |c|
     bound, noise = error_bound(head, norm, error), rounding(len(hidden)) * reach + TINY
@@ -129,10 +126,7 @@ def _largest(head: OutputHead, tokens: np.ndarray, hidden: np.ndarray) -> int | 
 
 
 def error_bound(head: OutputHead, norm: float, error: float) -> float:
-    """b of step 1: how far an approximate logit can be from w·h.
-
-    ``norm`` is `|h|` and ``error`` `|h - g|`, both `rounded_up`.
-    """
+    """Bound the error of approximate logits: b of step 1, from `|h|` and `|h - g|`."""
     # Nothing is assumed of how hidden states were quantised: the loss was computed, in float32. 8 u in place of 4 u
     # also covers the rounding of the differences, and that of an added bias.
     rounded = 8 * UNIT * (head.largest_row * (norm + error) + head.largest_bias)
@@ -140,20 +134,20 @@ def error_bound(head: OutputHead, norm: float, error: float) -> float:
 
 
 def rounded_up(norm: float, width: int) -> float:
-    """At least the true norm of ``width`` numbers, from the one that a float32 engine computed."""
+    """Bound the norm of ``width`` numbers from the computed float32 norm."""
     return norm * (1 + rounding(width)) + LOST
 
 
 def rounding(width: int) -> float:
-    """γ: the relative error of a float32 sum of ``width`` products in any order (Higham 2002, section 3.1)."""
+    """γ of a float32 sum of ``width`` products in any order (Higham 2002, section 3.1)."""
     width += 2  # for a bias, and for what we round off in float64
     return width * UNIT / (1 - width * UNIT)
 
 
 class Shortlist:
-    """Certified arg-max for one export, and statistics of when it is worthwhile.
+    """Certified arg-max for one export, with statistics of whether it is worthwhile.
 
-    A step without certainty is repeated with all exact logits.
+    An uncertain step is repeated with all exact logits.
     """
 
     # One session holds the layers and both heads, which is 66 MB more in memory than approximate logits need (at
@@ -167,12 +161,10 @@ class Shortlist:
 
     @property
     def steps(self) -> int:
-        """How many steps were tried."""
         return self._steps.total()
 
     @property
     def fallbacks(self) -> int:
-        """How many of them were repeated with all exact logits."""
         return self._fallbacks.total()
 
     def is_worthwhile(self, rows: int) -> bool:
@@ -181,7 +173,7 @@ class Shortlist:
         return rows <= MAX_ROWS and self._fallbacks[rows] <= allowed
 
     def choose(self, results: Sequence[np.ndarray], suppressed: SuppressedTokens) -> np.ndarray | None:
-        """(R,) tokens from the arrays of `ApproxLogits`, or ``None`` without certainty; counted."""
+        """Certify the arrays of `ApproxLogits`, and count the step."""
         approx = ApproxLogits(*results)
         tokens = certify_argmax(self.head, approx, suppressed)
         with self._lock:

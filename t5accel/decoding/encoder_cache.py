@@ -1,7 +1,7 @@
 """A backend that encodes each text once: a cache of encoder outputs around another backend."""
 
-# The idea is that of the ``CachedT5`` wrappers, whose caller passes a text's encoder output back to skip the encoder.
-# Here the cache finds it by the row's content, whichever batch it comes in, as long as the weights are unchanged.
+# The idea is that of `CachedT5` wrappers, whose caller passes a text's encoder output back. Here the cache finds it by
+# the row's content, whichever batch it comes in.
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 
 from t5accel.checks import as_count
-from t5accel.decoding.backend import Backend, Source, State
+from t5accel.decoding.backend import VOCABULARY, Backend, Source, State
 from t5accel.errors import InputError
 
-_NUMBERS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
-_NEEDED = ("encode", "split", "join", "source_bytes", "fingerprint", *_NUMBERS)
+_NEEDED = ("encode", "split", "join", "source_bytes", "fingerprint", *VOCABULARY)
 _HOLE = -1  # for a masked position between two tokens; no token has this id
 
 
 def row_keys(input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bytes]:
-    """Cache keys of the rows, which determine their encoder output: two (B, S) int64 -> B keys.
+    """Compute keys that determine each row's encoder output; arrays are (B, S) int64.
 
     >>> ids = np.array([[0, 5, 6], [5, 6, 0], [5, 0, 6]])
     >>> left, right, hole = row_keys(ids, (ids != 0).astype(np.int64))
@@ -40,18 +39,13 @@ def row_keys(input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bytes]:
 class EncoderCache:
     """A `Backend` that keeps encoder outputs of rows; the wrapped backend does everything else.
 
-    Missing rows are encoded in one batch, each once. The least recently used rows are dropped beyond ``max_bytes``, and
-    all rows when the backend's ``fingerprint`` changes; `TorchEager.fingerprint` lists the changes of weights that it
-    cannot see, for which there is `clear`. Encoded in another batch, a row's numbers differ by rounding, as they do
-    without a cache. Threads may share it: a hit does not wait for the encoder, and two threads that miss the same row
-    both encode it.
+    Missing rows are encoded in one batch, each once. Beyond ``max_bytes`` (outputs on their device, and keys; 0 keeps
+    nothing) the least recently used rows are dropped, and all rows when the backend's ``fingerprint`` changes;
+    `TorchEager.fingerprint` lists changes of weights that it cannot see, for which there is `clear`. A row that was
+    encoded in another batch differs by rounding. Threads may share a cache: a hit does not wait for the encoder, and
+    two threads that miss the same row both encode it.
 
-    Args:
-        backend: with the optional methods ``split``, ``join``, ``source_bytes`` and ``fingerprint``.
-        max_bytes: memory for encoder outputs and keys, on their device; 0 keeps nothing.
-
-    Raises:
-        InputError: the backend lacks methods, or ``max_bytes`` is not an integer >= 0.
+    Raises ``InputError`` if the backend lacks ``split``, ``join``, ``source_bytes`` or ``fingerprint``.
     """
 
     vocab_size: int
@@ -67,12 +61,12 @@ class EncoderCache:
                 f"{type(backend).__name__}, which lacks {', '.join(missing)}."
             )
         self.backend, self.max_bytes = backend, as_count(max_bytes, "max_bytes", at_least=0)
-        for name in _NUMBERS:  # set, because from Python 3.12 on isinstance(..., Backend) does not ask __getattr__
+        for name in VOCABULARY:  # set, because from Python 3.12 on isinstance(..., Backend) does not ask __getattr__
             setattr(self, name, getattr(backend, name))
         self.hits = 0  # rows that needed no encoding, duplicates of a row in the same batch included
         self.misses = 0  # rows that were encoded; a row whose encoding raised counts as neither
         self.size_bytes = 0
-        self._rows: OrderedDict[bytes, tuple[Source, int]] = OrderedDict()  # with their bytes; the oldest use first
+        self._rows: OrderedDict[bytes, tuple[Source, int]] = OrderedDict()  # with their sizes, the oldest use first
         self._fingerprint = backend.fingerprint()
         self._lock = threading.Lock()  # guards all of the above, and is not held while the backend encodes
 
@@ -91,22 +85,22 @@ class EncoderCache:
         with self._lock:
             self.hits += len(keys) - len(missing)
             self.misses += len(missing)
-            if kept is self._rows:  # otherwise all was dropped meanwhile, and these rows are of the old weights
+            if kept is self._rows:  # otherwise all rows were dropped meanwhile, and these have the old weights
                 for key in dict.fromkeys(keys):
                     self._keep_row(key, found[key])
         return self.backend.join([found[key] for key in keys])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy without the kept rows."""
+        """Pickle and copy without the rows."""
         return partial(EncoderCache, max_bytes=self.max_bytes), (self.backend,)
 
     def holds(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bool]:
-        """Whether each of B rows is kept now; does not count as a use."""
+        """Return for each row whether it is cached; does not count as a use."""
         with self._lock:
             return [key in self._rows for key in row_keys(input_ids, attention_mask)]
 
     def clear(self) -> None:
-        """Forget all rows, also those being encoded now; ``hits`` and ``misses`` count on."""
+        """Drop all rows, also those that are being encoded; ``hits`` and ``misses`` continue."""
         with self._lock:
             self._drop()
 
@@ -125,7 +119,7 @@ class EncoderCache:
     def select_sources(self, state: State, sources: np.ndarray) -> None:
         self.backend.select_sources(state, sources)
 
-    def __getattr__(self, name: str) -> Any:  # what only some backends offer: run_greedy, model, device …
+    def __getattr__(self, name: str) -> Any:  # optional methods, model, device …
         if name == "backend":  # not set yet, as while being unpickled
             raise AttributeError(name)
         return getattr(self.backend, name)

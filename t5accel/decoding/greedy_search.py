@@ -34,18 +34,16 @@ def greedy(
         attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
         max_new_tokens: each row ends with an end token or after this many.
         min_new_tokens: no end token before this many; by default the model's minimum.
-        decoder_input_ids: (B, T) prefix, with or without the start token. It is part of the result (without the start
-            token) and not counted as new.
-        forced_bos_token_id: the first new token unless a prefix is given: the target language in NLLB and mBART. By
-            default the model's; the model's other token constraints hold in any case.
-        decoder_start_token_id: the first token that the decoder reads: the target language in mBART-25. By default the
-            model's.
+        decoder_input_ids: (B, T) prefix, with or without the start token; part of the result, but not counted as new.
+        forced_bos_token_id: the first new token unless a prefix is given, such as NLLB's target language. By default
+            the model's; its other token constraints always hold.
+        decoder_start_token_id: the decoder's first input, such as mBART-25's target language. By default the model's.
 
     Returns:
-        ``sequences`` (B, L) int64, padded on the right.
+        ``sequences`` (B, L) int64, without the start token, padded on the right.
 
     Raises:
-        InputError: a shape, type or bound is wrong, or the model's ``generation_config`` sets what our loops lack.
+        InputError: an argument is invalid, or the model's ``generation_config`` sets an unsupported constraint.
 
     >>> class Counter:  # a toy backend whose next token is the last one plus one
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
@@ -69,7 +67,7 @@ def greedy(
 
 
 def greedy_steps(backend: Backend, request: GenerationInputs, state: State | None = None) -> Iterator[Step]:
-    """The steps of `greedy`, from the ``state`` of an encoded source if one is given."""
+    """Yield the steps of `greedy`, from a new ``state`` if the source is encoded already."""
     next_tokens = getattr(backend, "next_tokens", None) or partial(_next_tokens, backend)
     run_greedy = getattr(backend, "run_greedy", None)
     if state is None:
@@ -84,7 +82,7 @@ def greedy_steps(backend: Backend, request: GenerationInputs, state: State | Non
         else:
             bound = request.max_new_tokens if length >= request.min_new_tokens else request.min_new_tokens
             found = run_greedy(state, min(bound - length, STEPS_PER_SYNC), suppressed=suppressed)[:, 0]
-        for tokens in found.T:  # those after a row's end token are dropped
+        for tokens in found.T:  # tokens after a row's end are dropped
             if (forced := request.forced_token(length)) is not None:
                 tokens = np.full_like(tokens, forced)
             yield Step(active[is_open], tokens[is_open])
@@ -101,7 +99,7 @@ def greedy_steps(backend: Backend, request: GenerationInputs, state: State | Non
 
 
 def argmax_tokens(logits: np.ndarray, suppressed: SuppressedTokens = None) -> np.ndarray:
-    """The token of the largest logit, never ``suppressed``: (…, V) -> (…) int64; of equal ones the lowest id."""
+    """Arg-max of (…, V) logits without ``suppressed``; of equal ones the lowest id."""
     if suppressed is not None:
         logits = logits.copy()
         logits[..., suppressed] = -np.inf
@@ -109,5 +107,4 @@ def argmax_tokens(logits: np.ndarray, suppressed: SuppressedTokens = None) -> np
 
 
 def _next_tokens(backend: Backend, state: State, input_ids: np.ndarray, *, suppressed: SuppressedTokens) -> np.ndarray:
-    """``next_tokens`` for a backend that lacks it: (B, K, T) -> (B, K)."""
     return argmax_tokens(backend.step(state, input_ids)[:, :, -1], suppressed)

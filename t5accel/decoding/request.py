@@ -23,7 +23,7 @@ class GenerationInputs:
 
     >>> class Toy:
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
-    ...     encode = start = step = None
+    ...     encode = new_state = step = None
     >>> GenerationInputs.checked(Toy(), [[3, 4], [2, 0]], max_new_tokens=8).prefix.tolist()
     [[0], [0]]
     """
@@ -51,10 +51,9 @@ class GenerationInputs:
         methods: Collection[str] = (),
         drafts_only: bool = False,
     ) -> GenerationInputs:
-        """Validate the arguments that all algorithms share (documented in `greedy`); raises ``InputError``.
+        """Validate the arguments of `greedy`, and that the backend has ``methods``; raises ``InputError``.
 
-        ``methods`` of the backend are required besides ``encode``, ``new_state`` and ``step``. With ``drafts_only`` the
-        constraints of this backend's model do not matter: another model verifies its tokens.
+        With ``drafts_only`` this model's unsupported constraints do not matter: another model verifies its tokens.
         """
         check_backend(backend, methods)
         rules = getattr(backend, "rules", NO_CONSTRAINTS)
@@ -65,7 +64,11 @@ class GenerationInputs:
         longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         if min_new_tokens is not None and as_count(min_new_tokens, "min_new_tokens", at_least=0) > longest:
             raise InputError(f"min_new_tokens must be at most max_new_tokens, {longest}, got {min_new_tokens}.")
-        start = _start_token(backend, decoder_start_token_id)
+        start = backend.decoder_start_token_id
+        if decoder_start_token_id is not None:
+            start = as_count(decoder_start_token_id, "decoder_start_token_id", at_least=0)
+            if start >= backend.vocab_size:
+                raise InputError(f"decoder_start_token_id must be below {backend.vocab_size}, got {start}.")
         prefix = _prefix(backend, decoder_input_ids, len(ids), start)
         eos_token_ids = rules.eos_tokens(backend.eos_token_id)
         shortest = rules.min_new(min_new_tokens, longest=longest, prefix=prefix.shape[1])
@@ -90,21 +93,13 @@ class GenerationInputs:
 
 
 def check_positions(backend: Backend, decoder_tokens: int) -> None:
-    """Raise ``InputError`` if the decoder has fewer positions than the tokens it may read."""
+    """Raise ``InputError`` if the decoder has too few positions."""
     positions = getattr(backend, "positions", None)
     if positions is not None and decoder_tokens > positions:
         raise InputError(
-            f"The decoder may have to read {decoder_tokens} tokens, and this model has positions for {positions}: give "
+            f"The decoder may have to read {decoder_tokens} tokens, and this model has positions for {positions}. Give "
             "fewer max_new_tokens, or a shorter prefix."
         )
-
-
-def _start_token(backend: Backend, given: int | None) -> int:
-    if given is None:
-        return backend.decoder_start_token_id
-    if as_count(given, "decoder_start_token_id", at_least=0) >= backend.vocab_size:
-        raise InputError(f"decoder_start_token_id must be below {backend.vocab_size}, got {given}. Give another token.")
-    return given
 
 
 def _prefix(backend: Backend, decoder_input_ids: Any, batch: int, start_token: int) -> np.ndarray:
@@ -122,9 +117,9 @@ def _prefix(backend: Backend, decoder_input_ids: Any, batch: int, start_token: i
 
 
 class Step(NamedTuple):
-    """What one decoder call added: ``tokens[i]`` is appended to row ``rows[i]`` of the result."""
+    """The new tokens of one decoder call."""
 
-    rows: np.ndarray  # (n,) int64; a row that got several tokens is repeated, in their order
+    rows: np.ndarray  # (n,) int64, the row of the result of each token; repeated for several tokens, in their order
     tokens: np.ndarray  # (n,) int64
     drafted: int = 0  # tokens proposed before this call
     accepted: int = 0  # proposed tokens among the new ones
@@ -151,7 +146,7 @@ class StepStream:
         return Generated(sequences, decoder_calls=len(rows), drafted=sum(drafted), accepted=sum(accepted))
 
     def chunks(self) -> Iterator[list[np.ndarray]]:
-        """For each step the new tokens of every row: N arrays (n,) int64, possibly empty."""
+        """Yield each step's new tokens of all N rows, possibly empty."""
         for step in self.steps:
             yield [step.tokens[step.rows == row] for row in range(len(self.given))]
 

@@ -1,4 +1,4 @@
-"""Sampling: every next token is drawn from the model's distribution, as transformers' ``generate(do_sample=True)``."""
+"""Sampling, as transformers' ``generate(do_sample=True)``, with its logits processors in its order."""
 
 from __future__ import annotations
 
@@ -16,26 +16,20 @@ from t5accel.decoding.request import GenerationInputs, Step, StepStream, collect
 from t5accel.decoding.token_constraints import is_eos
 from t5accel.errors import InputError
 
-# From logits to what a next token is drawn by, the numbers of transformers' processors in its order; and the draw.
-
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How next tokens are drawn; what is left alone changes nothing. In the order in which it is applied:
+    """Changes of the next-token distribution, in this order; by default none.
+
+    Raises ``InputError`` if a value is out of bounds.
 
     Attributes:
-        repetition_penalty: above 0. The positive logits of tokens that stand in the history are divided by it and the
-            negative ones multiplied (Keskar et al. 2019).
-        temperature: above 0. All logits are divided by it: below 1 likely tokens become likelier.
-        top_k: only that many of the likeliest tokens stay, and those as likely as the last of them; 0 for all.
-        top_p: above 0, at most 1. The unlikeliest tokens that have 1 - top_p together leave (Holtzman et al. 2020).
-        min_p: 0 to 1. Tokens leave that are less likely than this times the likeliest one (Nguyen et al. 2025).
-
-    Raises:
-        InputError: a value is out of these bounds.
-
-    >>> SamplingParams(temperature=0.7, top_k=40).top_p
-    1.0
+        repetition_penalty: above 0. Positive logits of tokens in the history are divided by it, negative ones
+            multiplied (Keskar et al. 2019).
+        temperature: above 0. Logits are divided by it: below 1 likely tokens become likelier.
+        top_k: keep so many of the likeliest tokens, and all that are as likely as the last of them; 0 keeps all.
+        top_p: above 0, at most 1. Keep the likeliest tokens whose probabilities sum to top_p (Holtzman et al. 2020).
+        min_p: 0 to 1. Keep tokens that are at least so many times as likely as the likeliest (Nguyen et al. 2025).
     """
 
     temperature: float = 1.0
@@ -49,65 +43,25 @@ class SamplingParams:
         for name in ("temperature", "repetition_penalty"):
             if not 0 < _number(self, name) < math.inf:
                 raise InputError(
-                    f"{name} is {getattr(self, name)!r}; give a number above 0, 1 for no change. For the likeliest "
-                    "token at every step there is greedy()."
+                    f"{name} must be a number above 0, got {getattr(self, name)!r}. For the likeliest token at every "
+                    "step use greedy()."
                 )
         if not 0 < _number(self, "top_p") <= 1:
-            raise InputError(f"top_p is {self.top_p!r}; give a number above 0 and at most 1, which keeps all tokens.")
+            raise InputError(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}.")
         if not 0 <= _number(self, "min_p") <= 1:
-            raise InputError(f"min_p is {self.min_p!r}; give a number from 0, which keeps all tokens, to 1.")
-
-
-def as_sampling(sampling: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
-    """``sampling``, or one of these options by name.
-
-    Raises:
-        InputError: both are given, an option is unknown or out of bounds, or ``sampling`` is no `SamplingParams`.
-
-    >>> as_sampling(None, {"top_k": 5})
-    SamplingParams(temperature=1.0, top_k=5, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-    """
-    names = [field.name for field in fields(SamplingParams)]
-    unknown = [name for name in options if name not in names]
-    if unknown:
-        raise InputError(f"There is no option {', '.join(unknown)}; those of the distribution are {', '.join(names)}.")
-    if sampling is None:
-        return SamplingParams(**options)
-    if not isinstance(sampling, SamplingParams):
-        raise InputError(
-            f"sampling is {sampling!r}; give a SamplingParams, or its options by name: {', '.join(names)}."
-        )
-    if options:
-        raise InputError(f"{', '.join(options)} given beside SamplingParams: write all of it into the SamplingParams.")
-    return sampling
+            raise InputError(f"min_p must be a number from 0 to 1, got {self.min_p!r}.")
 
 
 def probabilities(
     logits: np.ndarray, history: np.ndarray | None, sampling: SamplingParams, *, history_mask: np.ndarray | None = None
 ) -> np.ndarray:
-    """What the next token of each row is drawn by.
+    """Compute the distribution that next tokens are drawn from: (…, V) float64.
 
-    These are the numbers of transformers' ``LogitsProcessor`` classes in its order, but in float64: a token at the very
-    edge of ``top_p`` or ``min_p``, within float32's rounding, may fall on the other side.
+    The numbers are those of transformers' ``LogitsProcessor`` classes, but in float64: a token at the very edge of
+    ``top_p`` or ``min_p``, within float32's rounding, may fall on the other side.
 
-    Args:
-        logits: (…, V) floats, not changed; -inf for what is forbidden.
-        history: (…, L) integers, the tokens of each row so far, the start token included as in transformers. ``None``
-            will do where nothing is penalised.
-        sampling: what to change.
-        history_mask: (…, L), 0 where the history is padding; by default nowhere.
-
-    Returns:
-        (…, V) float64, which sums to 1.
-
-    Raises:
-        InputError: a penalty without a history, or one of another shape or vocabulary.
-
-    >>> logits = np.log([[0.5, 0.3, 0.15, 0.05]])
-    >>> probabilities(logits, None, SamplingParams(top_k=2)).round(3).tolist()
-    [[0.625, 0.375, 0.0, 0.0]]
-    >>> probabilities(logits, np.array([[0, 0]]), SamplingParams(repetition_penalty=2.0, top_p=0.8)).round(3).tolist()
-    [[0.357, 0.429, 0.214, 0.0]]
+    ``logits`` (…, V) are not changed. ``history`` (…, L) has the tokens of each row so far, with the start token as in
+    transformers, 0 in ``history_mask`` marks padding; ``repetition_penalty`` alone needs it.
     """
     scores = np.array(logits, dtype=np.float64)
     vocab_size = scores.shape[-1]
@@ -132,17 +86,9 @@ def probabilities(
 
 
 def draw(odds: np.ndarray, uniform: Any) -> np.ndarray:
-    """The token at which the odds, added up, first exceed a uniform number: by inverting the distribution function.
+    """Draw tokens (…) by inverting the distribution function at ``uniform`` numbers (…) in [0, 1).
 
-    Args:
-        odds: (…, V), not negative and not all zero; they need not sum to 1.
-        uniform: (…) numbers from 0 to below 1.
-
-    Returns:
-        (…) int64, always a token with odds above 0.
-
-    >>> draw(np.array([[0, 0.5, 0, 0.5], [3, 0, 0, 1]]), np.array([0.0, 0.8])).tolist()
-    [1, 3]
+    Odds (…, V) need not sum to 1; a token with odds 0 is never drawn.
     """
     sums = odds.cumsum(axis=-1)
     total = sums[..., -1]
@@ -151,35 +97,22 @@ def draw(odds: np.ndarray, uniform: Any) -> np.ndarray:
 
 
 def _number(sampling: SamplingParams, name: str) -> float:
-    """The value, or NaN for what is no number, so that no bound holds."""
+    """The value, or NaN if it is not a number: then no bound holds."""
     value = getattr(sampling, name)
     return value if is_number(value) else math.nan
 
 
-def _seen(history: Any, mask: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """(…, V) bool: which tokens stand in the history of each row."""
-    if history is None:
-        raise InputError("repetition_penalty needs the history: give the tokens of each row so far, or leave it 1.")
-    tokens = np.asarray(history)
-    real = np.ones(tokens.shape, dtype=bool) if mask is None else np.asarray(mask).astype(bool)
-    if tokens.shape[:-1] != shape[:-1] or real.shape != tokens.shape or tokens.dtype.kind not in "iu":
-        raise InputError(
-            f"history and its mask have the shapes {tokens.shape} and {real.shape}, logits {shape}: give integers "
-            "(…, L) for logits (…, V), and a mask of their shape."
-        )
+def _seen(tokens: np.ndarray, mask: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
+    """(…, V) bool: the tokens in the history of each row."""
     vocab_size = shape[-1]
-    if tokens[real].size and not 0 <= tokens[real].min() <= tokens[real].max() < vocab_size:
-        raise InputError(f"history holds tokens outside of 0 … {vocab_size - 1}.")
     seen = np.zeros((*shape[:-1], vocab_size + 1), dtype=bool)  # the last column is for padding
-    np.put_along_axis(seen, np.where(real, tokens, vocab_size), True, axis=-1)
+    np.put_along_axis(seen, tokens if mask is None else np.where(mask, tokens, vocab_size), True, axis=-1)
     return seen[..., :-1]
 
 
 def _keep_nucleus(odds: np.ndarray, top_p: float) -> None:
-    """Of (V,) probabilities set the smallest to zero, as long as these sum up to at most 1 - top_p; the largest stays.
-
-    Only those above (1 - top_p) / V are sorted: all others together are less than what has to go.
-    """
+    """Zero the smallest of (V,) probabilities that sum to at most 1 - top_p; the largest stays."""
+    # Only tokens above (1 - top_p) / V are sorted: all others together have less than 1 - top_p.
     leaving = 1 - top_p
     near = np.flatnonzero(odds > leaving / len(odds))
     rising = near[np.argsort(odds[near], kind="stable")]
@@ -208,26 +141,18 @@ def sample(
 ) -> StepStream:
     """Draw K answers to each source.
 
-    The K rows of a source share its cross-attention. Every row has a random generator of its own, made from the seed,
-    the source's place in the batch and the row's among the K. So the same call gives the same answers, more answers
-    leave the first ones as they are, and those to one source do not depend on what else is in the batch, but for the
-    rounding of logits. A backend that offers ``run_samples`` is asked for up to `LONGEST_RUN` steps at once, with the
-    same draws.
+    Every row has its own random generator, made from the seed, the source's place in the batch and the row's among the
+    K. So a call is reproducible, and answers depend neither on ``num_return_sequences`` nor on other sources, except by
+    the rounding of logits. Arguments that are not listed here are those of `greedy`.
 
     Args:
-        backend, input_ids, attention_mask, max_new_tokens, min_new_tokens: see `greedy.greedy`.
-        decoder_input_ids, forced_bos_token_id, decoder_start_token_id: likewise.
-        sampling: what is changed in the distribution; by default nothing.
+        sampling: changes of the distribution; by default none.
         seed: at least 0.
         num_return_sequences: K.
-        options: the fields of `SamplingParams` by name, in place of one: ``sample(…, temperature=0.7, top_p=0.9)``.
+        options: the fields of `SamplingParams` by name instead: ``sample(…, temperature=0.7, top_p=0.9)``.
 
     Returns:
-        ``sequences`` (B * K, L) int64, the K answers to the first source, then those to the next. Rows that end early
-        are padded; sources all of whose rows have ended leave the batch as soon as half of it is done.
-
-    Raises:
-        InputError: a shape, type or bound is wrong, or an option is unknown.
+        ``sequences`` (B * K, L) int64, padded on the right, the K answers to the first source first.
 
     >>> class Coin:  # a toy backend: 1 or 2, each as likely, without an end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 4, 0, 3, 0
@@ -238,7 +163,12 @@ def sample(
     >>> sample(Coin(), [[1]], seed=2, num_return_sequences=3, max_new_tokens=6).sequences.tolist()
     [[2, 1, 2, 2, 2, 1], [2, 2, 2, 1, 2, 1], [2, 2, 2, 2, 2, 2]]
     """
-    sampling = as_sampling(sampling, options)
+    names = [field.name for field in fields(SamplingParams)]
+    if unknown := options.keys() - {*names}:
+        raise InputError(f"sample has no option {', '.join(sorted(unknown))}. Options of sampling: {', '.join(names)}.")
+    if sampling is not None and (options or not isinstance(sampling, SamplingParams)):
+        raise InputError(f"sampling must be a SamplingParams, without its options beside it, got {sampling!r}.")
+    sampling = sampling or SamplingParams(**options)
     rows_per_source = as_count(num_return_sequences, "num_return_sequences", at_least=1)
     request = GenerationInputs.checked(
         backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
@@ -252,36 +182,30 @@ def sample(
 
 
 def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.random.Generator]:
-    """A random generator for each row of each source, row by row; which one depends on the seed and the two places.
-
-    >>> one, another = generators(3, 1)[0], generators(3, 2, 5)[0]
-    >>> one.random() == another.random()
-    True
-    """
+    """Make a random generator for each row of each source."""
     seed = as_count(seed, "seed", at_least=0)
     places = [(source, row) for source in range(batch) for row in range(rows_per_source)]
     return [np.random.default_rng(np.random.SeedSequence(seed, spawn_key=place)) for place in places]
 
 
 def run_steps(
-    backend: Backend, request: GenerationInputs, given: np.ndarray, sampling: SamplingParams,
+    backend: Any,
+    request: GenerationInputs,
+    given: np.ndarray,
+    sampling: SamplingParams,
     draws: list[np.random.Generator],
     state: State | None = None,
-) -> Iterator[Step]:  # fmt: skip
-    """The steps of `sample` by ``run_samples``: several at a time, of which those after a row's end are dropped.
+) -> Iterator[Step]:
+    """Yield the steps of `sample` by ``run_samples``, which takes several at a time.
 
-    Args:
-        backend, request, sampling: as of `sample`.
-        given: (B * K, T) int64, what each row begins with.
-        draws: a generator for each row.
-        state: of a source that is encoded already, if there is one.
+    ``given`` (B * K, T) is the prefix of each row; ``state`` is new, for a source that is encoded already.
     """
     batch, per_source = len(request.ids), len(draws) // len(request.ids)
     if state is None:
         state = backend.new_state(backend.encode(request.ids, request.mask), rows_per_source=per_source)
-    rows = np.arange(len(draws)).reshape(batch, per_source)  # which row of the result each one in the state is
+    rows = np.arange(len(draws)).reshape(batch, per_source)  # the row of the result of each row in the state
     is_open, history = np.ones(len(draws), dtype=bool), given
-    unread, length, at_once = given, 0, FIRST_RUN  # (R, T), of all rows, in the state or not
+    unread, length, at_once = given, 0, FIRST_RUN  # unread: (B * K, T), also of rows that left the state
     while True:
         if (forced := request.forced_token(length)) is not None:
             found = np.full((len(draws), 1), forced)
@@ -289,7 +213,9 @@ def run_steps(
                 generator.random()
             unread = np.concatenate([unread, found], axis=1)
         else:
-            count = request.rules.steps_alike(length, shortest=request.min_new_tokens, longest=request.max_new_tokens)
+            count = request.rules.steps_until_change(
+                length, shortest=request.min_new_tokens, longest=request.max_new_tokens
+            )
             uniform = np.array([draws[row].random(min(count, at_once)) for row in rows.ravel()])
             new = backend.run_samples(
                 state, unread[rows], uniform.reshape(*rows.shape, -1), sampling=sampling,
@@ -320,7 +246,7 @@ def _steps(
 ) -> Iterator[Step]:
     pad, batch, per_source = backend.pad_token_id, len(request.ids), len(draws) // len(request.ids)
     state = backend.new_state(backend.encode(request.ids, request.mask), rows_per_source=per_source)
-    rows = np.arange(len(draws)).reshape(batch, per_source)  # which row of the result each one in the state is
+    rows = np.arange(len(draws)).reshape(batch, per_source)  # the row of the result of each row in the state
     is_open = np.ones(len(draws), dtype=bool)
     history = given if sampling.repetition_penalty != 1 else None
     step_input, length = given.reshape(batch, per_source, -1), 0

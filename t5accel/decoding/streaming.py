@@ -29,7 +29,8 @@ def stream(
 ) -> Iterator[list[np.ndarray]]:
     """Generate, and yield the new tokens of each decoder call.
 
-    Arguments are checked at once; each chunk is computed when it is requested.
+    Arguments are checked at once; each chunk is computed when it is requested. Raises ``InputError`` as the algorithm,
+    and for an unknown algorithm or option.
 
     Args:
         algorithm: "greedy", "sample", "prompt_lookup" or "speculative".
@@ -38,9 +39,6 @@ def stream(
     Returns:
         For each decoder call a list with the new tokens of every row: (n,) int64, empty after the row's end, several
         where a draft was right. Joined row by row they are the algorithm's ``sequences`` without padding and prefix.
-
-    Raises:
-        InputError: as the algorithm, and for an unknown algorithm or option, or beam search.
 
     >>> class Counter:  # a toy backend whose next token is the last one plus one, and 5 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
@@ -70,14 +68,11 @@ def stream(
 def stream_text(
     tokenizer: Any, chunks: Iterable[list[np.ndarray]], *, skip_special_tokens: bool = True, ends: Sequence[int] = ()
 ) -> Iterator[str]:
-    """The text of a one-row `stream`, in final, non-empty pieces that join to the decoded whole.
+    """Yield the text of a one-row `stream` in final, non-empty pieces.
 
     Args:
         tokenizer: with transformers' ``batch_decode``, such as `TokenizerFile`.
-        ends: end tokens, which are left out of the text even where special tokens are not.
-
-    Raises:
-        InputError: chunks of several rows, or of something other than tokens.
+        ends: end tokens, which are left out of the text even if ``skip_special_tokens`` is false.
 
     >>> class Letters:  # a toy tokenizer
     ...     def batch_decode(self, ids, skip_special_tokens): return ["".join(map(chr, row)) for row in ids]
@@ -88,7 +83,7 @@ def stream_text(
     pieces = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, ends=ends)
     for chunk in chunks:
         if len(chunk) != 1:
-            raise InputError(f"A chunk has the tokens of {len(chunk)} rows: stream the text of one source and answer.")
+            raise InputError(f"chunks must have one row, got {len(chunk)}. Stream one source and answer.")
         if piece := pieces.add(as_integers(chunk[0], "a chunk", rank=1).tolist()):
             yield piece
     if piece := pieces.flush():
@@ -96,12 +91,11 @@ def stream_text(
 
 
 class IncrementalDetokenizer:
-    """Decode tokens as they arrive, into text that later tokens do not change.
+    """Decodes tokens as they arrive into text that later tokens do not change."""
 
-    A token's text may change with the next token: a space before a full stop goes away, half a character becomes a
-    whole one, and a word's first token says nothing of where the word ends. The text before the last space does not
-    change. So a piece ends with a word, and starts with the space before the next one.
-    """
+    # A token's text may change with the next token: a space before a full stop goes away, half a character becomes a
+    # whole one, and a word's first token does not tell where the word ends. The text before the last space does not
+    # change. So a piece ends with a word, and starts with the space before the next one.
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True, ends: Sequence[int] = ()):
         if not callable(getattr(tokenizer, "batch_decode", None)):
@@ -112,7 +106,7 @@ class IncrementalDetokenizer:
         self._done = self._text = ""
 
     def add(self, tokens: list[int]) -> str:
-        """The text that became final; often empty."""
+        """Return the text that became final, often empty."""
         if not tokens:
             return ""
         self._tokens += [token for token in tokens if token not in self._ends]
@@ -124,6 +118,6 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """The remaining text, after the last token."""
+        """Return the remaining text after the last token."""
         piece, self._done = self._text[len(self._done) :], self._text
         return piece

@@ -15,7 +15,7 @@ import numpy as np
 from t5accel.checks import as_count
 from t5accel.errors import InputError
 
-# Fields that change no token of our loops: lengths that every caller gives, outputs beside the tokens, caches and
+# Fields that change no token of these loops: lengths that every caller gives, outputs beside the tokens, caches and
 # compilation, drafts that a model verifies, and options of sampling (``do_sample``) or of groups of beams alone.
 _HARMLESS = set(
     """
@@ -67,42 +67,34 @@ class TokenConstraints:
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     renormalize_logits: bool = False  # beams score by a distribution over the permitted tokens alone
-    unsupported: tuple[str, ...] = ()  # "no_repeat_ngram_size=3": not applied by our loops, and therefore refused
+    unsupported: tuple[str, ...] = ()  # "no_repeat_ngram_size=3": not applied, and therefore refused
 
     def eos_tokens(self, eos_token_id: int) -> tuple[int, ...]:
         """All end tokens, given the backend's one."""
         return self.eos_token_ids or (eos_token_id,)
 
     def with_bos(self, forced_bos_token_id: int | None) -> TokenConstraints:
-        """A copy with another first token, if one is given."""
+        """Copy with another first token, if one is given."""
         return self if forced_bos_token_id is None else replace(self, forced_bos_token_id=forced_bos_token_id)
 
     def suppressed(self, ends: tuple[int, ...]) -> int | tuple[int, ...] | None:
-        """The suppressed tokens and ``ends``, in the form that backends take."""
+        """Return the suppressed tokens and ``ends`` in the form that backends take."""
         never = (*self.suppress_tokens, *ends)
         return never if len(never) > 1 else never[0] if never else None
 
     def forced_token(self, length: int, *, longest: int, has_prefix: bool = False) -> int | None:
-        """The token that must follow ``length`` of at most ``longest`` new tokens, or ``None``.
-
-        ``has_prefix`` says that a prefix beyond the start token was given.
-        """
+        """Return the token that must follow ``length`` new tokens, or ``None``."""
         if length == longest - 1 and self.forced_eos_token_id is not None:
             return self.forced_eos_token_id
         return self.forced_bos_token_id if not length and not has_prefix else None
 
-    def steps_alike(self, length: int, *, shortest: int, longest: int) -> int:
-        """From behind ``length`` new tokens on, how many steps are asked the same of, before that changes.
-
-        >>> rules = TokenConstraints(forced_eos_token_id=1)
-        >>> rules.steps_alike(2, shortest=5, longest=9), rules.steps_alike(5, shortest=5, longest=9)
-        (3, 3)
-        """
+    def steps_until_change(self, length: int, *, shortest: int, longest: int) -> int:
+        """Return how many steps after ``length`` new tokens suppress and force the same tokens."""
         last = longest - (self.forced_eos_token_id is not None)
         return (min(shortest, last) if length < shortest else last) - length
 
     def min_new(self, given: int | None, *, longest: int, prefix: int = 1) -> int:
-        """The minimum of new tokens: the caller's, else the model's, at most ``longest``.
+        """Return the minimum of new tokens: the caller's, else the model's, at most ``longest``.
 
         ``prefix`` counts the tokens in front of the new ones, the start token included.
         """
@@ -112,7 +104,7 @@ class TokenConstraints:
         return min(max(wanted, 0), longest)
 
     def require_supported(self) -> None:
-        """Raise ``InputError`` if the model needs a constraint that our loops do not apply."""
+        """Raise ``InputError`` if the model needs a constraint that these loops do not apply."""
         if self.unsupported:
             raise InputError(
                 f"generation_config sets {', '.join(self.unsupported)}, which t5accel's own decoding loops do not "
@@ -120,7 +112,7 @@ class TokenConstraints:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The values that differ from the defaults."""
+        """Return the values that differ from the defaults."""
         changed = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -138,10 +130,10 @@ NO_CONSTRAINTS = TokenConstraints()
 
 
 def constraints_from_config(model: Any) -> TokenConstraints:
-    """Read the constraints of a transformers model from its whole ``generation_config``.
+    """Read the constraints of a transformers model from its ``generation_config``.
 
-    Every field that would change a token and that our loops do not apply is named in ``unsupported``. Raises
-    ``InputError`` for an invalid token, length or number of beams.
+    ``unsupported`` names every field that would change a token and is not applied. Raises ``InputError`` for an
+    invalid value.
     """
     config = getattr(model, "generation_config", None)
 
@@ -228,7 +220,7 @@ def _first_given(name: str, *configs: Any) -> Any:
 
 
 def special_tokens(model: Any) -> dict[str, int]:
-    """The ids of padding, end and start, found as transformers' ``generate()`` finds them.
+    """Find the ids of padding, end and start, as transformers' ``generate()`` finds them.
 
     Raises ``InputError`` if the configurations name no end or no start.
     """
@@ -247,10 +239,7 @@ def special_tokens(model: Any) -> dict[str, int]:
 
 
 def check_special_tokens(config: Any, generation_config: Any, backend: Any) -> None:
-    """Raise ``InputError`` unless these configurations of transformers name the backend's special tokens.
-
-    ``generation_config`` may be ``None``.
-    """
+    """Raise ``InputError`` unless these configurations of transformers name the backend's special tokens."""
     for name, fallback in (("pad_token_id", "eos_token_id"), ("eos_token_id", ""), ("decoder_start_token_id", "")):
         named = [*_tokens(getattr(config, name, None)), *_tokens(getattr(generation_config, name, None))]
         if not named and fallback:
@@ -263,7 +252,7 @@ def check_special_tokens(config: Any, generation_config: Any, backend: Any) -> N
 
 
 def is_eos(tokens: np.ndarray, ends: tuple[int, ...]) -> np.ndarray:
-    """Which tokens are end tokens: (…) -> (…) bool."""
+    """Return a mask of the end tokens."""
     found = tokens == ends[0]
     for end in ends[1:]:
         found = found | (tokens == end)
@@ -271,5 +260,5 @@ def is_eos(tokens: np.ndarray, ends: tuple[int, ...]) -> np.ndarray:
 
 
 def truncate_at_eos(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
-    """The tokens up to and including the first end token, or all of them."""
+    """Return the tokens up to and including the first end token."""
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in ends), tokens)

@@ -1,23 +1,35 @@
-"""Draw seeded examples, tokenise them and pack them into batches of equal cost.
+"""Read examples, mix tasks by a curriculum, and pack seeded batches of equal cost.
 
-The steps of a block follow from (seed, block number) alone, so a resumed run sees the batches it would have seen.
+The steps of a block follow from (seed, block number) alone: a resumed run sees the batches of an uninterrupted one.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from t5accel.checks import as_count
 from t5accel.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Example = tuple[str, str]  # source, prefix included, and target
 Draw = Callable[[random.Random], Example]
 Encode = Callable[[list[str]], list[list[int]]]
 Batch = tuple[list[list[int]], list[list[int]]]  # token ids of sources and of targets
 TaskBatch = tuple[str, Batch]  # with the name of its task
+Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]  # {"source": …, "target": …}, or a file of such lines
+
+LONGEST = 512  # tokens, what T5 was trained on
+_FORMAT = 'Give {"source": …, "target": …}, the source with its prefix'
 
 
 @dataclass(frozen=True)
@@ -78,27 +90,120 @@ def pack(sources: list[list[int]], targets: list[list[int]], tokens: int) -> lis
     [2, 2]
     """
     order = sorted(range(len(sources)), key=lambda i: (len(sources[i]), len(targets[i])))
-    batches: list[Batch] = []
-    rows: list[int] = []
+    groups: list[list[int]] = []
     longest_source = longest_target = 0
     for i in order:
-        source = max(longest_source, len(sources[i]))
-        target = max(longest_target, len(targets[i]))
-        if rows and (source + target) * (len(rows) + 1) > tokens:
-            batches.append(([sources[r] for r in rows], [targets[r] for r in rows]))
-            rows = []
-            source = len(sources[i])
-            target = len(targets[i])
-        rows.append(i)
-        longest_source, longest_target = source, target
-    if rows:
-        batches.append(([sources[r] for r in rows], [targets[r] for r in rows]))
-    return batches
+        longest_source = max(longest_source, len(sources[i]))
+        longest_target = max(longest_target, len(targets[i]))
+        if not groups or (longest_source + longest_target) * (len(groups[-1]) + 1) > tokens:
+            groups.append([])
+            longest_source, longest_target = len(sources[i]), len(targets[i])
+        groups[-1].append(i)
+    return [([sources[i] for i in group], [targets[i] for i in group]) for group in groups]
 
 
 def encode_and_pack(examples: Sequence[Example], encode: Encode, tokens: int) -> list[Batch]:
     """Tokenise examples and `pack` them."""
     return pack(encode([source for source, _ in examples]), encode([target for _, target in examples]), tokens)
+
+
+def read_examples(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase | None = None, *, longest: int = LONGEST
+) -> list[Example]:
+    """Read the sources and targets of rows, or of a UTF-8 file of JSON lines; other fields are ignored.
+
+    ``longest`` is in tokens of ``tokenizer``; without one any length is accepted. ``InputError`` names file and line.
+
+    >>> read_examples([{"source": "shout: hello", "target": "HELLO"}])
+    [('shout: hello', 'HELLO')]
+    """
+    found, places = [], []
+    for place, row in _rows(rows):
+        problem = _problem(row)
+        if problem:
+            raise InputError(f"{place}: {problem}. {_FORMAT}.")
+        found.append((row["source"], row["target"]))
+        places.append(place)
+    if not found:
+        raise InputError(f"{rows if isinstance(rows, str | os.PathLike) else 'examples'} holds no rows. {_FORMAT}.")
+    for field, texts in zip(("source", "target"), zip(*found, strict=True), strict=True):
+        ids = tokenizer(list(texts), verbose=False)["input_ids"] if tokenizer is not None else []
+        for place, tokens in zip(places, ids, strict=False):
+            if len(tokens) > longest:
+                raise InputError(f"{place}: the {field} has {len(tokens)} tokens, more than {longest}. Shorten it.")
+    return found
+
+
+def mix_examples(
+    examples: Sequence[Sequence[Example]],
+    weights: Sequence[float] | None = None,
+    *,
+    tokens: int = 5000,
+    forbidden: Iterable[str] = (),
+    by_teacher: bool = False,
+) -> Mixture:
+    """A `Mixture` that draws from several lists with replacement, one batch of ``tokens`` (see `Part`) a step.
+
+    ``weights`` are the probabilities of the lists up to a factor, by default their lengths.
+    """
+    if not examples or not all(examples):
+        raise InputError("examples must hold no empty list. Leave it out.")
+    weights = [len(rows) for rows in examples] if weights is None else list(weights)
+    if len(weights) != len(examples) or not all(0 < weight < float("inf") for weight in weights):
+        raise InputError(f"weights must be a number above 0 for each of {len(examples)} lists, got {weights}.")
+    tokens = as_count(tokens, "tokens", at_least=1)
+    together = [example for rows in examples for example in rows]
+    each = [weight / len(rows) for weight, rows in zip(weights, examples, strict=True) for _ in rows]
+    forbidden = frozenset(forbidden)
+    if all(source in forbidden for source, _ in together):
+        raise InputError("Every source is among those to evaluate with. Give other examples to train on.")
+    chances = list(accumulate(each))
+
+    def draw(rng: random.Random) -> Example:
+        return rng.choices(together, cum_weights=chances)[0]
+
+    return Mixture({"examples": draw}, (Phase(0, (Part("examples", tokens),)),), forbidden, by_teacher=by_teacher)
+
+
+def as_mixture(examples: Rows | Mixture, tokenizer: PreTrainedTokenizerBase) -> Mixture:
+    """Rows, or a file of them, as a `Mixture`; a `Mixture` is returned unchanged."""
+    return examples if isinstance(examples, Mixture) else mix_examples([read_examples(examples, tokenizer)])
+
+
+def _rows(rows: Rows) -> Iterator[tuple[str, Any]]:
+    """Yield each row with its place, for errors."""
+    if not isinstance(rows, str | os.PathLike):
+        if not isinstance(rows, Iterable):
+            raise InputError(f"examples must be a file or a list of rows, got {rows!r:.80}.")
+        yield from ((f"examples[{i}]", row) for i, row in enumerate(rows))
+        return
+    try:
+        content = Path(rows).read_bytes()
+    except OSError as error:
+        raise InputError(f"{rows} cannot be read ({error.strerror}). {_FORMAT} on each line of a file.") from error
+    # bytes are split at \n only: str.splitlines would also cut at U+2028 and its like, which JSON allows in a string
+    for number, line in enumerate(content.rstrip().split(b"\n") if content.strip() else [], 1):
+        try:
+            yield f"{rows}, line {number}", json.loads(line)
+        except ValueError as error:  # bad JSON and bad UTF-8 alike
+            raise InputError(f"{rows}, line {number}: not JSON in UTF-8 ({error}). {_FORMAT}.") from error
+
+
+def _problem(row: Any) -> str | None:
+    """Describe what is wrong with a row; ``None`` for a good one."""
+    if not isinstance(row, Mapping):
+        return f"not an object but {row!r:.80}"
+    for field in ("source", "target"):
+        if field not in row:
+            return f"no {field!r} among its fields {sorted(map(str, row))}"
+        text = row[field]
+        if not isinstance(text, str) or not text.strip():
+            return f"{field!r} is {text!r:.80}, not a text"
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return f"{field!r} holds half of a surrogate pair"
+    return None
 
 
 def draw_batches(
@@ -109,15 +214,12 @@ def draw_batches(
     forbidden: frozenset[str],
     rng: random.Random,
 ) -> list[Batch]:
-    """Draw ``count`` shuffled batches of one task, without ``forbidden`` sources.
-
-    Raises ``InputError`` if all sources are forbidden.
-    """
+    """Draw ``count`` shuffled batches of one task, without ``forbidden`` sources."""
     batches: list[Batch] = []
     while len(batches) < count:
         examples = [e for e in (example() for _ in range(64 * count)) if e[0] not in forbidden]
         if not examples:
-            raise InputError(f"All {64 * count} examples drawn are in the evaluation sets: give others.")
+            raise InputError(f"All {64 * count} examples drawn are in the evaluation sets. Give others.")
         batches += encode_and_pack(examples, encode, tokens)
     rng.shuffle(batches)
     return batches[:count]

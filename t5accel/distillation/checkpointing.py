@@ -1,4 +1,4 @@
-"""Resumable training: an interrupted run continues from its last checkpoint with identical results."""
+"""Resumable training with the results of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -7,32 +7,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from t5accel import machine
+from t5accel.distillation.batches import Encode, Mixture, TaskBatch, steps_from
+from t5accel.distillation.optimizer import optimizer_step
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.atomic_write import flush, reason
 
-Step = TypeVar("Step")
 SAVE_SHARE = 0.05  # most of a run's time that goes into checkpoints due to save_seconds
-
-
-class RunConfig(Protocol):
-    """A frozen dataclass; only ``steps`` may change (grow) when a run is resumed."""
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    def factor(self, step: int) -> float:
-        """Multiplier of the peak learning rates at ``step``."""
 
 
 class Checkpoint:
@@ -49,10 +37,7 @@ class Checkpoint:
         self.optimizers = optimizers
 
     def save(self, path: Path, step: int) -> None:
-        """Write atomically: a kill or a power cut leaves the old file or the new one.
-
-        Raises ``JobError`` if the disk is full or refuses; the old file is kept.
-        """
+        """Write atomically: a kill, a power cut or a full disk leaves the old file or the new one."""
         partial = path.with_suffix(".partial")
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": step, "config": self.config}
@@ -82,9 +67,9 @@ class Checkpoint:
             state = torch.load(self.file, map_location=device, weights_only=True)
             made_with = dict(state["config"])
         except Exception as error:  # whatever torch and zipfile make of a broken file
-            raise InputError(f"{self.file} cannot be read: delete it to begin anew, or use another folder.") from error
+            raise InputError(f"{self.file} cannot be read. Delete it to begin anew, or use another folder.") from error
         if {**made_with, "steps": 0} != {**self.config, "steps": 0}:
-            raise InputError(f"{self.file} was made with {made_with}, not {self.config}: use another folder.")
+            raise InputError(f"{self.file} was made with {made_with}, not {self.config}. Use another folder.")
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -119,33 +104,36 @@ def extend_run(folder: Path) -> None:
     os.replace(folder / "stable.pt", folder / "checkpoint.pt")
 
 
-def run_steps(
+def run_training(
     folder: Path,
-    config: RunConfig,
+    config: Any,
     model: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
+    mixture: Mixture,
+    encode: Encode,
     *,
-    batches_from: Callable[[int], Iterator[Step]],
-    update: Callable[[int, Step], float],
+    loss_of: Callable[[TaskBatch], tuple[torch.Tensor, int]],
     validate: Callable[[], dict[str, float]],
+    before_step: Callable[[int], None] | None = None,
+    after_step: Callable[[], None] | None = None,
+    state: torch.nn.Module | None = None,
     device: str = "cpu",
     validate_every: int = 250,
     save_every: int = 250,
     save_seconds: float = 30.0,
     label: str | None = None,
 ) -> None:
-    """Train until ``config.steps``, from the checkpoint in ``folder`` if there is one.
+    """Train on a mixture until ``config.steps``, from the checkpoint in ``folder`` if there is one.
 
-    ``batches_from(step)`` yields the batches of this and all later steps; ``update(step, batches)`` changes the model,
-    which holds all state besides the optimizers', and returns the loss. ``folder`` gets ``checkpoint.pt``,
-    ``stable.pt`` and ``log.jsonl``, to which ``validate()`` adds losses by task. Slow steps are saved every
-    ``save_seconds``, or less often where saving is slow.
-
-    Raises ``InputError`` for a damaged checkpoint or one of another configuration, and ``JobError`` if the disk is full
-    or refuses; the last checkpoint is kept.
+    ``config`` is a frozen dataclass with ``steps``, which alone may grow when a run is resumed, ``seed`` and
+    ``factor(step)`` of the learning rates. ``loss_of`` is that of `optimizer_step`. ``state``, by default the model, is
+    what checkpoints hold besides the optimizers. ``folder`` gets ``checkpoint.pt``, ``stable.pt`` and ``log.jsonl``, to
+    which ``validate()`` adds losses by task. Slow steps are saved every ``save_seconds``, or less often where saving is
+    slow. Raises ``InputError`` for a damaged checkpoint or one of another configuration, ``JobError`` on a full disk,
+    which leaves the last checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = Checkpoint(folder, config, model, optimizers)
+    checkpoint = Checkpoint(folder, config, model if state is None else state, optimizers)
     step = checkpoint.resume(device)
     if step:
         print(f"Going on after step {step}, from {checkpoint.file}.", file=sys.stderr)
@@ -153,11 +141,16 @@ def run_steps(
     started = saved = time.perf_counter()
     saving = 0.0
     with machine.progress_bar(total=config.steps, initial=step, desc=label, unit="step", mininterval=5) as bar:
-        for batches in batches_from(step):
+        for batches in steps_from(mixture, encode, config.seed, step):
             if step >= config.steps:
                 break
             torch.manual_seed(config.seed * 1_000_003 + step)  # a resumed run repeats its dropout
-            loss = update(step, batches)
+            if before_step is not None:
+                before_step(step)
+            weights = mixture.phase(step).weights(batches)
+            loss = optimizer_step(model, optimizers, batches, weights, factor=config.factor(step), loss_of=loss_of)
+            if after_step is not None:
+                after_step()
             mean = loss if mean is None else 0.98 * mean + 0.02 * loss
             step += 1
             bar.update()
@@ -177,11 +170,9 @@ def run_steps(
 
 
 def require_device(device: str) -> None:
-    """Raise ``InputError`` if torch cannot put anything on this device.
-
-    >>> require_device("cpu")
-    """
+    """Raise ``InputError`` if torch cannot put a tensor on this device."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r}: {str(error).splitlines()[0]}. Give 'cpu', or 'cuda' on a GPU.") from error
+        message = str(error).splitlines()[0]
+        raise InputError(f"device must be 'cpu', or 'cuda' on a GPU, got {device!r} ({message}).") from error

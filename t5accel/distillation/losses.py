@@ -1,4 +1,4 @@
-"""Distillation losses: labels, the teacher's probabilities, the teacher's decoder states.
+"""Distillation losses on labels, the teacher's probabilities and its decoder states.
 
 Sequence-level distillation (Kim and Rush, 2016) uses the labels' loss, on the teacher's outputs (`teacher_outputs`).
 """
@@ -77,12 +77,9 @@ def matched_layers(teacher_layers: int, student_layers: int) -> tuple[int, ...]:
 def student_loss(
     student: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch, objective: Objective
 ) -> tuple[torch.Tensor, int]:
-    """The summed loss of a batch and its number of labels; ``teacher`` must be in evaluation mode.
-
-    Raises ``InputError`` if the objective needs a teacher and it is ``None``.
-    """
+    """The summed loss of a batch and its number of labels; ``teacher`` must be in evaluation mode."""
     if objective.needs_teacher and teacher is None:
-        raise InputError("There is no teacher: give one, or an Objective of labels alone.")
+        raise InputError("teacher must be a model, got None. Give one, or an Objective of labels alone.")
     device = next(student.parameters()).device
     inputs, labels = model_inputs(batch, device)
     options = dict(use_cache=False, output_hidden_states=objective.hidden > 0)

@@ -46,16 +46,13 @@ PRUNED = (
 
 
 def require_student_folder(folder: Path) -> None:
-    """Raise ``InputError`` if the folder holds anything but a student of ours.
-
-    >>> require_student_folder(Path("a/folder/that/is/new"))
-    """
+    """Raise ``InputError`` if the folder holds anything but a student of ours."""
     try:
         is_student = MADE in folder.joinpath(CARD_FILE).read_text(encoding="utf-8")
     except (OSError, ValueError):
         is_student = False
     if not is_student and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} holds something else than a student of ours, so it is kept: give another folder.")
+        raise InputError(f"{folder} must be new, empty or an older student's folder. Give another one.")
 
 
 def save_student(
@@ -73,7 +70,7 @@ def save_student(
 
     An older student there is replaced. The card compares the sizes with the teacher's and names ``how`` ("distilled" or
     "pruned"), ``command`` and ``settings``. Raises ``InputError`` if the folder holds anything else, and
-    ``ExportError`` if the disk is full or refuses.
+    ``ExportError`` on a full disk.
     """
     import torch
 
@@ -109,8 +106,8 @@ def _sizes(theirs: T5Dims, own: T5Dims) -> str:
         ("neurons of the encoder", "encoder_ff"),
         ("neurons of the decoder", "decoder_ff"),
     )
-    return "\n".join(f"| {name} | {_shown(getattr(theirs, key))} | {_shown(getattr(own, key))} |" for name, key in rows)
-
-
-def _shown(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    lines = []
+    for name, key in rows:
+        values = [str(getattr(dims, key)).strip("(,)") for dims in (theirs, own)]  # tuples: one number per layer
+        lines.append(f"| {name} | {values[0]} | {values[1]} |")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""One training step of a T5: learning-rate schedule, optimizers, dropout, loss."""
+"""Learning-rate schedule, optimizers, dropout and loss of a training step."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def batch_loss(
     """Summed cross-entropy in nats over the labels of a batch, and their number.
 
     The decoder attends to a source from the first token ``hidden_until`` on; earlier positions are the encoder's alone.
-    Raises ``InputError`` for a source without that token.
+    Raises ``InputError`` for a source without it.
     """
     device = next(model.parameters()).device
     inputs, labels = model_inputs(batch, device)

@@ -1,4 +1,4 @@
-"""Structured pruning of a T5: remove heads and neurons, fine-tune the remaining weights."""
+"""Structured pruning of a T5 with fine-tuning of the remaining weights."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from t5accel import machine
-from t5accel.distillation.batches import Mixture, steps_from
+from t5accel.distillation.batches import Mixture, Rows, as_mixture, steps_from
 from t5accel.distillation.checkpointing import require_device
-from t5accel.distillation.examples import Rows, as_mixture
-from t5accel.distillation.gates import Gates, gated
 from t5accel.distillation.importance import (
     IMPORTANCE_METHODS,
+    Gates,
     Kept,
     Scores,
+    gated,
     magnitude,
     movement,
     normalize_scores,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 def prune_to(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
     """Copy a T5 with only the kept heads and neurons (by module of `prunable_modules`, ascending).
 
-    The copy, of the same class and in evaluation mode, computes what the model computes with all others multiplied by
-    zero. Raises ``InputError`` for a missing module or a wrong or empty list of indices.
+    The copy, in evaluation mode, equals the model with all others multiplied by zero. Raises ``InputError`` for a
+    missing module and for wrong or no indices.
 
     >>> from t5accel.models.random_init import random_t5
     >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
@@ -141,7 +141,7 @@ def prune(
     """Remove heads and neurons, fine-tune the remaining weights, and return a new model on the CPU.
 
     ``teacher``, whose probabilities are learnt, is by default the whole model. ``examples`` also measure importance.
-    Arguments and errors are those of `distill`.
+    Other arguments and errors are those of `distill`.
     """
     require_device(device)
     require_t5(model.config, type(model).__name__)

@@ -10,19 +10,17 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from t5accel.checks import as_count
-from t5accel.distillation.batches import Batch, Mixture, TaskBatch, steps_from
-from t5accel.distillation.checkpointing import RunConfig, require_device, run_steps
-from t5accel.distillation.examples import Rows, as_mixture
+from t5accel.distillation.batches import Mixture, Rows, as_mixture
+from t5accel.distillation.checkpointing import require_device, run_training
 from t5accel.distillation.losses import OBJECTIVES, as_objective, student_loss
 from t5accel.distillation.optimizer import (
     learning_rate_factor,
     new_optimizers,
-    optimizer_step,
     set_dropout,
     use_pooled_dropout,
 )
@@ -32,7 +30,7 @@ from t5accel.models.sizes import T5Dims
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from t5accel.distillation.gates import Gates
+    from t5accel.distillation.importance import Gates
 
 
 def layer_map(teacher_layers: int, student_layers: int) -> tuple[int, ...]:
@@ -54,7 +52,7 @@ def layer_map(teacher_layers: int, student_layers: int) -> tuple[int, ...]:
 def shrink_decoder(teacher: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:
     """Copy a T5 with some of its decoder layers (ascending from 0, or a number for `layer_map`), in evaluation mode.
 
-    Raises ``InputError`` if there are no such layers, ``NotT5Error`` for another kind of model.
+    Raises ``InputError`` for layers that it lacks, ``NotT5Error`` for another architecture.
 
     >>> from t5accel.models.random_init import random_t5
     >>> sizes = dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=2, num_decoder_layers=4, vocab_size=32)
@@ -111,9 +109,9 @@ class DistillConfig:
         if self.loss not in OBJECTIVES:
             raise InputError(f"loss must be one of {', '.join(OBJECTIVES)}, got {self.loss!r}.")
         if self.steps < 1:
-            raise InputError(f"steps is {self.steps}; give at least 1.")
+            raise InputError(f"steps must be at least 1, got {self.steps}.")
         if not 0 <= self.encoder_share <= 1:
-            raise InputError(f"encoder_share is {self.encoder_share!r}; give 0 … 1.")
+            raise InputError(f"encoder_share must be 0 … 1, got {self.encoder_share!r}.")
 
     def factor(self, step: int) -> float:
         """Multiplier of the peak learning rates at ``step``."""
@@ -139,8 +137,8 @@ def distill(
     `Mixture`; the loss "sequence" needs one with ``by_teacher``. A checkpoint in ``folder`` is continued from.
     ``validate``, such as `make_validator` returns, adds scores to ``log.jsonl``.
 
-    Raises ``InputError`` for a wrong row or layer, missing texts of the teacher, a checkpoint of another configuration,
-    or a device that does not exist.
+    Raises ``InputError`` for a wrong row, layer or device, missing texts of the teacher, and a checkpoint of another
+    configuration; ``JobError`` on a full disk.
     """
     require_device(device)
     student = shrink_decoder(teacher, config.layers)
@@ -160,7 +158,7 @@ def train_student(
     device: str = "cpu",
     gates: Gates | None = None,
     before_step: Callable[[int], None] | None = None,
-    recorded: RunConfig | None = None,
+    recorded: Any = None,
 ) -> PreTrainedModel:
     """Train a student of the same vocabulary (and ``d_model``, for the loss "hidden") in place; see `distill`.
 
@@ -173,12 +171,9 @@ def train_student(
             raise InputError(f"{size} must be the same, got {own} for the student and {theirs} for the teacher.")
     if config.loss == "sequence" and not mixture.by_teacher:
         raise InputError(
-            "The loss is 'sequence', so the mixture must have texts of the teacher: let write_teacher_outputs() make "
+            "The mixture must have texts of the teacher for the loss 'sequence'. Let write_teacher_outputs() make "
             "some, and mix them with by_teacher=True."
         )
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts)["input_ids"]
 
     student.config.dropout_rate = config.dropout
     use_pooled_dropout(student)
@@ -192,34 +187,18 @@ def train_student(
         matrix_learning_rate=config.matrix_learning_rate,
         encoder_share=config.encoder_share,
     )
-
-    def loss_of(batch: Batch) -> tuple[torch.Tensor, int]:
-        return student_loss(student, teacher, batch, objective)
-
-    def update(step: int, batches: list[TaskBatch]) -> float:
-        if before_step is not None:
-            before_step(step)
-        loss = optimizer_step(
-            student,
-            optimizers,
-            [batch for _, batch in batches],
-            mixture.phase(step).weights(batches),
-            factor=config.factor(step),
-            loss_of=loss_of,
-        )
-        if gates is not None:
-            gates.collect()  # now, so that a checkpoint after this step holds its gradients
-        return loss
-
-    state = student if gates is None else torch.nn.ModuleDict({"model": student, "gates": gates})
-    run_steps(
+    run_training(
         folder,
         recorded or config,
-        state,
+        student,
         optimizers,
-        batches_from=lambda step: steps_from(mixture, encode, config.seed, step),
-        update=update,
+        mixture,
+        lambda texts: tokenizer(texts)["input_ids"],
+        loss_of=lambda batch: student_loss(student, teacher, batch[1], objective),
         validate=lambda: validate(student) if validate else {},
+        before_step=before_step,
+        after_step=None if gates is None else gates.collect,  # before a checkpoint, which holds its gradients
+        state=None if gates is None else torch.nn.ModuleDict({"model": student, "gates": gates}),
         device=device,
         label=config.loss,
     )

@@ -38,9 +38,8 @@ def write_teacher_outputs(
     done = len(wanted) - len(missing)
     with machine.progress_bar(total=len(wanted), initial=done, desc="the teacher writes", unit="text") as bar:
         for first in range(0, len(missing), GROUP):
-            group = sorted(
-                missing[first : first + GROUP], key=lambda pair: len(pair[1])
-            )  # similar lengths: less padding
+            group = missing[first : first + GROUP]
+            group.sort(key=lambda pair: len(pair[1]))  # similar lengths: less padding
             lines = []
             for start in range(0, len(group), batch_size):
                 batch = group[start : start + batch_size]
@@ -53,14 +52,14 @@ def write_teacher_outputs(
 
 
 def read_teacher_outputs(file: Path) -> dict[str, list[Example]]:
-    """Read the teacher's examples by task; raises ``InputError`` if there are none."""
+    """Read the teacher's examples by task."""
     if not file.is_file():
-        raise InputError(f"No teacher's texts at {file}: let write_teacher_outputs make them.")
+        raise InputError(f"No teacher's texts at {file}. Let write_teacher_outputs() make them.")
     found: dict[str, list[Example]] = {}
     for row in _rows(file):
         found.setdefault(row["task"], []).append((row["source"], row["target"]))
     if not found:
-        raise InputError(f"{file} holds no texts: delete it, and let write_teacher_outputs make it again.")
+        raise InputError(f"{file} holds no texts. Delete it, and let write_teacher_outputs() make it again.")
     return found
 
 

@@ -1,18 +1,16 @@
-"""Validation during training: loss and text scores on held-out rows."""
+"""Loss and text scores on held-out rows during training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.distillation.batches import encode_and_pack
-from t5accel.distillation.examples import LONGEST, Rows, read_examples
+from t5accel.distillation.batches import LONGEST, Rows, encode_and_pack, read_examples
 from t5accel.distillation.optimizer import validation_losses
 from t5accel.errors import InputError
 from t5accel.metrics import ROW_SCORES
-from t5accel.tokenization import text_to_text
+from t5accel.tokenization import generate_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,8 +28,8 @@ def make_validator(
 ) -> Callable[[PreTrainedModel], dict[str, float]]:
     """Make a function from a model to its loss (nats per token) and the metric of its greedy outputs.
 
-    ``rows`` and ``longest`` are those of `read_examples`; the metric "loss" generates nothing. Raises ``InputError``
-    for an unknown metric or a wrong row, ``MissingPackageError`` if the metric's package is not installed.
+    ``rows`` and ``longest`` are those of `read_examples`; the metric "loss" generates nothing. Raises
+    ``InputError`` for an unknown metric or a wrong row, ``MissingPackageError`` if the metric's package is missing.
 
     >>> from t5accel.models.load import load_model
     >>> model, tokenizer = load_model("mini")
@@ -53,9 +51,9 @@ def make_validator(
         found = validation_losses(model, sets)
         if metric != "loss":
             backend = TorchEager(model)  # puts the model into evaluation mode
-            answer = text_to_text(tokenizer, by_defaults(backend, max_new_tokens=max_new_tokens, num_beams=1))
-            starts = range(0, len(sources), batch_size)
-            answers = [text for start in starts for text in answer(sources[start : start + batch_size])]
+            answers = generate_texts(
+                backend, tokenizer, sources, max_new_tokens=max_new_tokens, num_beams=1, batch_size=batch_size
+            )
             found[metric] = round(ROW_SCORES[metric](answers, references), 2)
             model.train()
         return found

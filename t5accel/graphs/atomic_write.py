@@ -23,15 +23,15 @@ _LOCK = re.compile(r"\.(?P<target>.+)\.lock", re.DOTALL)
 
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Hold the lock of ``target``, a hidden file beside it; on entry clear what killed processes left there.
+    """Hold the lock of ``target``, a hidden file beside it; on entry clear the remnants of killed processes.
 
-    The kernel releases the lock when its process ends. Raises ``ExportError`` where the folder above cannot be written.
+    Raises ``ExportError`` where the folder above cannot be written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         path = target.parent / f".{target.name}.lock"
         path.open("a").close()  # fails at once where no file can be made; the lock would keep trying
-        lock = FileLock(path)
+        lock = FileLock(path)  # the kernel releases it when its process ends, however it ends
         try:
             lock.acquire(timeout=PATIENCE_S)
         except Timeout:
@@ -48,9 +48,9 @@ def locked(target: Path) -> Iterator[None]:
 
 
 def clear_remnants(above: Path, *, but: str = "", locks: bool = False) -> None:
-    """Delete the remnants of killed processes in a folder; a running process's are locked, and left alone.
+    """Delete the remnants of killed processes in a folder, except those of ``but``; running processes' are locked.
 
-    ``but`` is the name of one target that is skipped. With ``locks``, lock files that nobody holds are deleted, too.
+    With ``locks``, lock files that nobody holds are deleted, too.
     """
     listed = [path.name for path in above.iterdir()] if above.is_dir() else []
     kinds = (_REMNANT, _LOCK) if locks else (_REMNANT,)
@@ -78,8 +78,7 @@ def _clear(target: Path) -> None:
 def staged(target: Path) -> Iterator[Path]:
     """A temporary folder that replaces ``target`` when the block succeeds, and is deleted when it fails.
 
-    Call it under `locked`, after deciding that the old folder may be replaced. Raises ``ExportError`` where the disk is
-    full or refuses.
+    Call it under `locked`, once the old folder may be replaced. Raises ``ExportError`` where the disk refuses.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as above:
@@ -115,9 +114,9 @@ def staged(target: Path) -> Iterator[Path]:
 def flush(path: Path) -> None:
     """Flush a file or folder to disk, so that a rename does not get there before the content."""
     # Windows opens no folders, and some file systems do not flush them. Windows flushes only files open for writing.
-    flags, tolerated = (os.O_RDONLY, (OSError,)) if path.is_dir() else (os.O_RDWR, ())
-    with suppress(*tolerated):
-        descriptor = os.open(path, flags)
+    is_folder = path.is_dir()
+    with suppress(*[OSError] if is_folder else []):
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
         try:
             os.fsync(descriptor)
         finally:

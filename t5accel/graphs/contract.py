@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from t5accel.errors import InputError
 from t5accel.models.sizes import T5Dims
 
@@ -61,8 +63,8 @@ def encoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
 def decoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
     """``decoder.onnx``: T new tokens for K rows of each source, on a history of P -> logits, longer history.
 
-    P may be 0, T more than 1; new positions see only those before them. PastLengths are right-aligned: ``past_mask``
-    hides the columns in front of a shorter one.
+    P may be 0, T more than 1; attention is causal. Histories are right-aligned: ``past_mask`` hides the columns in
+    front of a shorter one.
     """
     return GraphSpec(
         inputs=(
@@ -131,19 +133,28 @@ def step_spec(dims: T5Dims, *, shortlist: bool = False) -> GraphSpec:
 
 
 def _cross(dims: T5Dims, dtype: str) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(f"cross_{part}_{layer}", dtype, ("B", heads, "S", dims.d_kv))
-        for layer, heads in enumerate(dims.cross_heads)
-        for part in ("key", "value")
-    )
+    shapes = [("B", heads, "S", dims.d_kv) for heads in dims.cross_heads for _ in ("key", "value")]
+    return _kv_specs("cross", shapes, dtype)
 
 
 def _self(dims: T5Dims, prefix: str, length: str, dtype: str) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(f"{prefix}_{part}_{layer}", dtype, ("B", "K", heads, length, dims.d_kv))
-        for layer, heads in enumerate(dims.decoder_heads)
-        for part in ("key", "value")
-    )
+    shapes = [("B", "K", heads, length, dims.d_kv) for heads in dims.decoder_heads for _ in ("key", "value")]
+    return _kv_specs(prefix, shapes, dtype)
+
+
+def _kv_specs(prefix: str, shapes: list[tuple[str | int, ...]], dtype: str) -> tuple[TensorSpec, ...]:
+    names = kv_names(prefix, len(shapes) // 2)
+    return tuple(TensorSpec(name, dtype, shape) for name, shape in zip(names, shapes, strict=True))
+
+
+def empty_past(spec: GraphSpec, batch: int) -> dict[str, np.ndarray]:
+    """The decoder's inputs of an empty history, for one row per source."""
+    sizes = {"B": batch, "K": 1, "P": 0}
+    return {
+        tensor.name: np.zeros([sizes.get(size, size) for size in tensor.shape], dtype=tensor.dtype)
+        for tensor in spec.inputs
+        if tensor.name.startswith("past_")
+    }
 
 
 def as_folder(value: Any) -> Path:

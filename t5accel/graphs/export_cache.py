@@ -22,14 +22,20 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
-from t5accel.checks import read_json_object
 from t5accel.errors import ExportError, InputError, ModelUnavailableError, first_line
 from t5accel.graphs.atomic_write import clear_remnants, locked, reason
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import ENCODER, MANIFEST, as_folder
-from t5accel.graphs.export import FP32, export_model, model_weights, save_tokenizer, source_hash
-from t5accel.graphs.logit_check import check_export
-from t5accel.graphs.manifest import FORMAT, WRITTEN, Manifest, describe_file, read_manifest
+from t5accel.graphs.export import (
+    FP32,
+    check_export,
+    export_model,
+    model_weights,
+    require_tokenizer,
+    save_tokenizer,
+    source_hash,
+)
+from t5accel.graphs.manifest import FORMAT, MALFORMED, WRITTEN, Manifest, describe_file, listed_files, read_manifest
 from t5accel.models.load import (
     BUNDLED,
     data_folder,
@@ -57,8 +63,7 @@ UNREAD = tuple(
     scheduler.pt scaler.pt rng_state*.pth
     """.split()
 )
-_OURS = re.compile(rf"^{ENGINES}|-[0-9a-f]{{16}}(-\w+)?$")  # names of cached exports, whole or not
-_DRAWN_BY = ("torch", "transformers", "t5accel")  # what random weights depend on
+_EXPORT_NAME = re.compile(rf"^{ENGINES}|-[0-9a-f]{{16}}(-\w+)?$")  # names of cached exports, whole or not
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,6 @@ def cached_export(
 
     Args:
         model: an encoder-decoder, or a name that `models.load.load_model` knows.
-        precision: a recipe or the name of one.
         tokenizer: saved beside the graphs; by default that of a model given by name.
         progress: report on standard error.
         check_logits: compare the fp32 graphs with the model, when they are made and for every model object.
@@ -123,35 +127,38 @@ def cached_export_and_manifest(
     check_logits: bool = True,
 ) -> tuple[Path, Manifest]:
     """`cached_export` and the manifest against which the folder's files were verified."""
-    recipe = as_recipe(precision)
-    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        raise InputError(f"tokenizer must be one of transformers, got {tokenizer!r:.80}.")
+    recipe, fp32 = as_recipe(precision), RECIPES["fp32"]
+    require_tokenizer(tokenizer)
     named = isinstance(model, str | os.PathLike)
     label = os.fspath(model) if named else type(model).__name__
+
+    def say(sentence: str) -> None:
+        if progress:
+            print(sentence, file=sys.stderr, flush=True)
+
     with FileHashes() as hashes:
         weights = None if named else model_weights(model)
         key = _key_of_name(label, hashes) if named else source_hash(model, weights)
-        place = None if key is None else partial(_folder_of, label, key, tokenizer_hash(tokenizer))
-        if place and (manifest := hashes.kept(place(recipe))) and (named or not check_logits):
-            return place(recipe), manifest
-        if named and not (place and hashes.kept(place(RECIPES["fp32"]))):
-            if progress and machine.watches_stderr():
-                _say(f"Loading {label} …")
+        folder_of = None if key is None else partial(_folder_of, label, key, tokenizer_hash(tokenizer))
+        if folder_of and (named or not check_logits) and (manifest := hashes.lookup(folder_of(recipe))):
+            return folder_of(recipe), manifest
+        if named and not (folder_of and hashes.lookup(folder_of(fp32))):
+            if machine.watches_stderr():
+                say(f"Loading {label} …")
             model, own_tokenizer = load_model(model)
             loaded = _key_of_name(label, hashes)  # again: it may have been downloaded only now
             if os.path.isdir(label) and loaded != key:
                 raise ExportError(f"{label} changed while it was read: try again when it is whole.")
             given = tokenizer_hash(own_tokenizer if loaded is None else tokenizer)
             key = source_hash(model, model_weights(model)) if loaded is None else loaded
-            place = partial(_folder_of, label, key, given)
+            folder_of = partial(_folder_of, label, key, given)
             tokenizer = own_tokenizer if tokenizer is None else tokenizer
-        in_fp32, folder = place(RECIPES["fp32"]), place(recipe)
 
-        manifest = hashes.kept(in_fp32)
+        in_fp32, folder = folder_of(fp32), folder_of(recipe)
+        manifest = hashes.lookup(in_fp32)
         if manifest is None:
             _clear_damaged(in_fp32, hashes)
-            if progress:
-                _say(f"{label} is exported once, and kept in {cache_folder()} (t5accel cache clear empties that).")
+            say(f"{label} is exported once, and kept in {cache_folder()} (t5accel cache clear empties that).")
             made = export_model(
                 model,
                 in_fp32,
@@ -167,20 +174,85 @@ def cached_export_and_manifest(
             manifest = hashes.remember(in_fp32, made)
         elif weights is not None and check_logits:  # a hook or an overridden forward() leaves the key as it is
             check_export(model, weights, in_fp32)
-        if recipe == RECIPES["fp32"]:
+        if recipe == fp32:
             return in_fp32, manifest
-        if manifest := hashes.kept(folder):
+        if manifest := hashes.lookup(folder):
             return folder, manifest
         _clear_damaged(folder, hashes)
-        if progress:
-            _say(f"{label} is kept in {recipe.name}, too. Its quality was not measured: t5accel quantize does that.")
+        say(f"{label} is kept in {recipe.name}, too. Its quality was not measured: t5accel quantize does that.")
         return folder, hashes.remember(folder, convert_export(in_fp32, folder, recipe, overwrite=True))
+
+
+def _key_of_name(name: str, hashes: FileHashes) -> str | None:
+    """The key of a model by name, found without loading it; ``None`` if it must be loaded."""
+    if name.startswith("random:"):
+        return _random_key(name)
+    folder = data_folder() / BUNDLED[name] if name in BUNDLED else hub_snapshot(name) or Path(name)
+    return _folder_key(folder, hashes) if os.path.isdir(folder) else None
+
+
+def _random_key(name: str) -> str:
+    """The key of random weights: their name, and the versions that they depend on."""
+    return " ".join(
+        [name, *(f"{package} {_versions().get(package)}" for package in ("torch", "transformers", "t5accel"))]
+    )
+
+
+def _folder_key(folder: Path, hashes: FileHashes) -> str:
+    """The key of a folder: the hashes of all files that loading may read."""
+    files = {path for path in folder.iterdir() if path.is_file() and not any(map(path.match, UNREAD))}
+    parts = {path for index in files if index.name.endswith(".index.json") for path in _shards(index)}
+    return " ".join(
+        f"{path.relative_to(folder)} {_published_hash(path) or hashes.sha256(path)}" for path in sorted(files | parts)
+    )
+
+
+def _published_hash(path: Path) -> str | None:
+    """The hash and size of a file in the hub's cache, a link to a file that is named by its hash; else ``None``."""
+    if not path.is_symlink() or (target := path.resolve()).parent.name != "blobs":
+        return None
+    return f"{target.name} {target.stat().st_size}"
+
+
+def _shards(index: Path) -> Iterator[Path]:
+    """The weight files that an index names, which may lie in subfolders."""
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        yield from (path for name in names if (path := index.parent / name).is_file())
+    except (OSError, *MALFORMED):
+        return  # loading reports what is wrong with it
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Read once: it takes longer than everything else when nothing is hashed."""
+    return machine.versions()
+
+
+def _folder_of(label: str, key: str, tokenizer: str, recipe: Recipe) -> Path:
+    """The cache folder of a model's key, its tokenizer's hash and a recipe."""
+    # transformers' version counts, because releases load one folder differently.
+    how = f"{FP32} {FORMAT} {OPSET} {_versions().get('t5accel')} {_versions().get('transformers')} shortlist step"
+    digest = hashlib.sha256(f"{key} {how} {tokenizer}".encode()).hexdigest()[:16]
+    readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
+    suffix = "" if recipe == RECIPES["fp32"] else f"-{recipe.hash}"
+    return cache_folder() / f"{readable}-{recipe.name}-{digest}{suffix}"
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """The sha256 of all that a tokenizer saves; empty for ``None``."""
+    if tokenizer is None:
+        return ""
+    with TemporaryDirectory() as folder:
+        save_tokenizer(tokenizer, Path(folder))
+        files = {path.name: describe_file(path)["sha256"] for path in Path(folder).iterdir()}
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def find_export(model: Any) -> Path | None:
     """The export that a name stands for, a folder or a hub repository; else ``None``.
 
-    Of a hub repository the files in the manifest are downloaded, unless the hub's cache has them. Raises
+    The files of a hub repository's manifest are downloaded, unless the hub's cache has them. Raises
     ``ModelUnavailableError`` if some cannot be had.
 
     >>> find_export("mini") is None
@@ -203,23 +275,19 @@ def _hub_export(repository: str) -> Path | None:
         if (manifest := hub_file(repository, MANIFEST)) is None:
             return None
         folder = manifest.parent
-    try:
-        content = read_json_object(folder / MANIFEST, ExportError)
-        names = {*content["files"], MANIFEST} if {"format", "layout"} <= content.keys() else set()
-    except (ExportError, LookupError, TypeError):
-        names = set()
-    if not names:  # a manifest of something else
+    listed = listed_files(folder)
+    if not listed:
         return None
-    if foreign := names - WRITTEN:
+    if foreign := listed - WRITTEN:
         raise ModelUnavailableError(f"{repository} lists {min(foreign)!r:.80}, which is no file of an export.")
 
     def missing() -> list[str]:
-        return [name for name in sorted(names) if not (folder / name).is_file()]
+        return [name for name in sorted(listed) if not (folder / name).is_file()]
 
     if missing() and hub_resolves():
         from huggingface_hub import constants, snapshot_download
 
-        only = {"revision": folder.name, "allow_patterns": sorted(names)}  # of the commit of that manifest
+        only = {"revision": folder.name, "allow_patterns": sorted({*listed, MANIFEST})}  # the commit of that manifest
         try:
             snapshot_download(repository, cache_dir=constants.HF_HUB_CACHE, **only)
         except Exception as error:
@@ -231,43 +299,10 @@ def _hub_export(repository: str) -> Path | None:
     return folder
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """The sha256 of all that a tokenizer saves; empty for ``None``."""
-    if tokenizer is None:
-        return ""
-    with TemporaryDirectory() as folder:
-        save_tokenizer(tokenizer, Path(folder))
-        files = {path.name: describe_file(path)["sha256"] for path in Path(folder).iterdir()}
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def _clear_damaged(folder: Path, hashes: FileHashes) -> None:
-    """Delete a cached export that is not whole."""
-    if not os.path.lexists(folder):
-        return
-    try:
-        with locked(folder):
-            if hashes.kept(folder) is None:  # another process may just have made it
-                _delete(folder)
-    except OSError as error:
-        raise ExportError(f"{folder} is damaged, and cannot be deleted: {reason(error)}.") from error
-
-
-def _delete(folder: Path) -> None:
-    if folder.is_symlink() or not folder.is_dir():
-        folder.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(folder)
-
-
-def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
-
-
 def verified_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """`read_manifest` with remembered hashes: files that did not change are not read again."""
     with FileHashes() as hashes:
-        return hashes.checked(as_folder(folder))
+        return hashes.verify(as_folder(folder))
 
 
 class FileHashes:
@@ -292,24 +327,24 @@ class FileHashes:
     def sha256(self, path: Path) -> str:
         """The hash of a file; raises ``OSError`` if it is missing."""
         name = str(path.resolve())
-        facts = _facts(path)
+        state = _file_state(path)
         now = time.time_ns()
-        if self.known.get(name, [])[:1] == [facts]:
+        if self.known.get(name, [])[:1] == [state]:
             return self.known[name][1]
         found = describe_file(path)["sha256"]
         # A file written just now may change again within one tick of its times: its hash is not remembered.
-        if _facts(path) == facts and max(facts[1:3]) < now - SETTLED_NS:
-            self.known[name] = self.new[name] = [facts, found]
+        if _file_state(path) == state and max(state[1:3]) < now - SETTLED_NS:
+            self.known[name] = self.new[name] = [state, found]
         return found
 
     def remember(self, folder: Path, manifest: Manifest) -> Manifest:
         """Remember the hashes of an export just written, and return its manifest."""
         for name, entry in manifest.files.items():
-            self.new[str((folder / name).resolve())] = [_facts(folder / name), entry["sha256"]]
+            self.new[str((folder / name).resolve())] = [_file_state(folder / name), entry["sha256"]]
         self.known |= self.new
         return manifest
 
-    def checked(self, folder: Path) -> Manifest:
+    def verify(self, folder: Path) -> Manifest:
         """The manifest of an export whose files all match it; else raises ``ExportError``."""
         manifest = read_manifest(folder, verify=False)
         try:
@@ -318,10 +353,10 @@ class FileHashes:
             raise ExportError(f"{error.filename} cannot be read: {error.strerror}.") from error
         return read_manifest(folder) if altered else manifest  # read_manifest raises, and says what to do
 
-    def kept(self, folder: Path) -> Manifest | None:
-        """`checked`, or ``None`` if there is no whole export."""
+    def lookup(self, folder: Path) -> Manifest | None:
+        """`verify`, or ``None`` if there is no whole export."""
         try:
-            return self.checked(folder)
+            return self.verify(folder)
         except ExportError:
             return None
 
@@ -329,23 +364,13 @@ class FileHashes:
         try:
             content = json.loads(self.file.read_text(encoding="utf-8"))
             return {path: entry for path, entry in content.items() if isinstance(entry, list) and len(entry) == 2}
-        except (OSError, ValueError, RecursionError, AttributeError):  # none yet, or no JSON object
+        except (OSError, *MALFORMED):  # none yet, or no JSON object
             return {}
 
 
-def _facts(path: Path) -> list[int]:
-    facts = path.stat()
-    return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
-
-
-def _folder_of(label: str, key: str, tokenizer: str, recipe: Recipe) -> Path:
-    """The cache folder of a model's key, its tokenizer's hash and a recipe."""
-    # transformers' version counts, because releases load one folder differently.
-    how = f"{FP32} {FORMAT} {OPSET} {_versions().get('t5accel')} {_versions().get('transformers')} shortlist step"
-    digest = hashlib.sha256(f"{key} {how} {tokenizer}".encode()).hexdigest()[:16]
-    readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
-    suffix = "" if recipe == RECIPES["fp32"] else f"-{recipe.hash}"
-    return cache_folder() / f"{readable}-{recipe.name}-{digest}{suffix}"
+def _file_state(path: Path) -> list[int]:
+    state = path.stat()
+    return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
 
 
 def list_exports() -> list[CachedExport]:
@@ -353,8 +378,16 @@ def list_exports() -> list[CachedExport]:
     root = cache_folder()
     if not root.is_dir():
         return []
-    found = sorted(path for path in root.iterdir() if (path / MANIFEST).is_file() or _OURS.search(path.name))
-    return [CachedExport(folder, _manifest(folder), _size_bytes(folder)) for folder in found]
+    found = sorted(path for path in root.iterdir() if (path / MANIFEST).is_file() or _EXPORT_NAME.search(path.name))
+    exports = []
+    for folder in found:
+        try:
+            manifest = read_manifest(folder, verify=False)
+        except ExportError:
+            manifest = None
+        files = folder.iterdir() if folder.is_dir() else ()  # a link may lead nowhere
+        exports.append(CachedExport(folder, manifest, sum(path.stat().st_size for path in files if path.is_file())))
+    return exports
 
 
 def clear_exports(names: Sequence[str] | None = None) -> list[CachedExport]:
@@ -380,50 +413,20 @@ def clear_exports(names: Sequence[str] | None = None) -> list[CachedExport]:
     return found
 
 
-def _key_of_name(name: str, hashes: FileHashes) -> str | None:
-    """The key of a model by name, found without loading it; ``None`` if it must be loaded."""
-    if name.startswith("random:"):
-        installed = _versions()
-        return " ".join([name, *(f"{package} {installed.get(package)}" for package in _DRAWN_BY)])
-    folder = data_folder() / BUNDLED[name] if name in BUNDLED else hub_snapshot(name) or Path(name)
-    if not os.path.isdir(folder):
-        return None
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not any(map(path.match, UNREAD)))
-    parts = {path for index in files if index.name.endswith(".index.json") for path in _shards(index)}
-    return " ".join(
-        f"{path.relative_to(folder)} {_blob(path) or hashes.sha256(path)}" for path in sorted({*files, *parts})
-    )
-
-
-def _shards(index: Path) -> Iterator[Path]:
-    """The weight files that an index names, which may lie in subfolders."""
+def _clear_damaged(folder: Path, hashes: FileHashes) -> None:
+    """Delete a cached export that is not whole."""
+    if not os.path.lexists(folder):
+        return
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        yield from (path for name in names if (path := index.parent / name).is_file())
-    except (OSError, ValueError, RecursionError, LookupError, AttributeError, TypeError):
-        return  # loading reports what is wrong with it
+        with locked(folder):
+            if hashes.lookup(folder) is None:  # another process may just have made it
+                _delete(folder)
+    except OSError as error:
+        raise ExportError(f"{folder} is damaged, and cannot be deleted: {reason(error)}.") from error
 
 
-@cache
-def _versions() -> dict[str, str]:
-    """Read once: it takes longer than everything else when nothing is hashed."""
-    return machine.versions()
-
-
-def _blob(path: Path) -> str | None:
-    """The hash and size of a file in the hub's cache, a link to a file that is named by its hash; else ``None``."""
-    if not path.is_symlink() or (target := path.resolve()).parent.name != "blobs":
-        return None
-    return f"{target.name} {target.stat().st_size}"
-
-
-def _manifest(folder: Path) -> Manifest | None:
-    try:
-        return read_manifest(folder, verify=False)
-    except ExportError:
-        return None
-
-
-def _size_bytes(folder: Path) -> int:
-    files = folder.iterdir() if folder.is_dir() else ()  # a link may lead nowhere
-    return sum(path.stat().st_size for path in files if path.is_file())
+def _delete(folder: Path) -> None:
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder)

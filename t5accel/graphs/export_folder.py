@@ -31,7 +31,6 @@ class ExportPlan:
     manifest: Manifest  # without shared and files, which follow from writing
     graphs: Mapping[str, GraphBuilder]  # by file name
     threshold: int  # bytes of a graph's weights above which all graphs' weights lie in one file beside them
-    tokenizer: bool  # whether add_files writes one
     add_files: Callable[[Path], None]  # writes all other files into a folder
     exact: Mapping[str, str] = field(default_factory=dict)  # names of the weights of a shortlist's exact logits
     check: Callable[[Path], None] | None = None  # may refuse the finished folder with ExportError
@@ -46,7 +45,7 @@ class ExportPlan:
                 shutil.copyfile(folder / name, partial / name)
 
         threshold = 0 if WEIGHTS in manifest.files else LARGEST_INSIDE
-        return cls(manifest, graphs, threshold, "tokenizer_config.json" in kept, add_files)
+        return cls(manifest, graphs, threshold, add_files)
 
 
 def resolve_target(folder: str | os.PathLike[str]) -> Path:
@@ -75,11 +74,11 @@ def write_export(target: Path, plan: ExportPlan, *, overwrite: bool, progress: b
     manifest = replace(manifest, shortlist={**manifest.shortlist, **places})
     with locked(target):
         if is_occupied(target):
-            if _same(target, manifest, plan, external=bool(layout.places)):
+            if _is_same_export(target, manifest, plan, external=bool(layout.places)):
                 return read_manifest(target, verify=False)
             _refuse_unless_replaceable(target, overwrite)
-        with staged(target) as partial, _bar(progress, f"exporting {manifest.source['name']}") as bar:
-            _write_graphs(partial, plan.graphs, layout, bar)
+        with staged(target) as partial:
+            _write_graphs(partial, plan.graphs, layout, f"exporting {manifest.source['name']}" if progress else "")
             plan.add_files(partial)
             manifest.write(partial)
             if plan.check is not None:
@@ -111,7 +110,7 @@ def require_free(target: Path, name: str, recipe: str = "fp32", *, overwrite: bo
         _refuse_unless_replaceable(target, overwrite)
 
 
-def _same(target: Path, manifest: Manifest, plan: ExportPlan, *, external: bool) -> bool:
+def _is_same_export(target: Path, manifest: Manifest, plan: ExportPlan, *, external: bool) -> bool:
     """Whether an export of this very model is there, whole, with the same configuration and tokenizer."""
     try:
         there = read_manifest(target)
@@ -130,7 +129,7 @@ def _same(target: Path, manifest: Manifest, plan: ExportPlan, *, external: bool)
         plan.add_files(Path(folder))
         wanted = {path.name: describe_file(path) for path in Path(folder).iterdir()}
     beside = {name: entry for name, entry in there.files.items() if name != WEIGHTS and not name.endswith(".onnx")}
-    return wanted == beside if plan.tokenizer else wanted.items() <= beside.items()
+    return wanted == beside if "tokenizer_config.json" in wanted else wanted.items() <= beside.items()
 
 
 def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:
@@ -146,18 +145,16 @@ def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:
         )
 
 
-def _bar(progress: bool, description: str) -> Any:
-    return machine.progress_bar(shown=progress, total=0, unit="B", unit_scale=True, unit_divisor=1000, desc=description)
-
-
-def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: WeightsLayout, bar: Any) -> None:
+def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: WeightsLayout, title: str) -> None:
     sizes = {name: 0 if layout.places else graph.size_bytes for name, graph in graphs.items()}
-    bar.reset(total=sum(sizes.values()) + sum(array.nbytes for array, _ in layout.places.values()))
-    if layout.places:
-        layout.write(folder / WEIGHTS, bar)
-    for name, graph in graphs.items():
-        (folder / name).write_bytes(graph.proto(layout.references()).SerializeToString())
-        bar.update(sizes[name])
+    total = sum(sizes.values()) + sum(array.nbytes for array, _ in layout.places.values())
+    units = {"unit": "B", "unit_scale": True, "unit_divisor": 1000}
+    with machine.progress_bar(shown=bool(title), total=total, desc=title, **units) as bar:
+        if layout.places:
+            layout.write(folder / WEIGHTS, bar.update)
+        for name, graph in graphs.items():
+            (folder / name).write_bytes(graph.proto(layout.references()).SerializeToString())
+            bar.update(sizes[name])
 
 
 @dataclass
@@ -195,12 +192,11 @@ class WeightsLayout:
         array, offset = self.places[name]
         return {"offset": offset, "shape": list(array.shape), "dtype": array.dtype.name}
 
-    def write(self, path: Path, bar: Any = None) -> None:
-        """Write the weights in order, updating a progress bar."""
+    def write(self, path: Path, on_bytes: Callable[[int], Any] = lambda size: None) -> None:
+        """Write the weights in order, telling ``on_bytes`` the size of each."""
         with path.open("wb") as file:
             for array, offset in self.places.values():
                 file.seek(offset)
                 file.write(np.ascontiguousarray(array).data)
-                if bar is not None:
-                    bar.update(array.nbytes)
+                on_bytes(array.nbytes)
             file.truncate(self.size_bytes)

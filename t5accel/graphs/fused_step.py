@@ -13,22 +13,14 @@ from t5accel.graphs.weights import T5Weights
 
 
 def step_graph(weights: T5Weights) -> GraphBuilder:
-    """One new token for each row: the graph of `contract.step_spec`.
-
-    >>> from t5accel.graphs.export import t5_weights
-    >>> from t5accel.models.random_init import random_t5
-    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> graph = step_graph(t5_weights(model))
-    >>> len(graph.nodes), graph.nodes[-3].op_type
-    (43, 'SkipSimplifiedLayerNormalization')
-    """
+    """One new token for each row, the graph of `contract.step_spec`."""
     layers, hidden = headless_step(weights)
     layers.head(hidden, output="logits")
     return layers.graph
 
 
 def headless_step(weights: T5Weights, *, shortlist: bool = False) -> tuple[T5Layers, str]:
-    """The step's layers in their graph, and what its head reads: (R, 1, d_model), normed and scaled."""
+    """The step's layers in their graph, and the input of its head: (R, 1, d_model), normed and scaled."""
     graph, dims = GraphBuilder("decoder_step"), weights.dims
     graph.declare(step_spec(dims, shortlist=shortlist))
     layers = _StepLayers(graph, weights, "decoder")

@@ -39,7 +39,7 @@ class Positions:
         self.first = self.family.first_position(self.pad)
 
     def source(self) -> str | None:
-        """Of ``input_ids`` (B, S): (1, S), or (B, S) where padding is not counted."""
+        """Positions of ``input_ids`` (B, S): (1, S), or (B, S) where padding is not counted."""
         if self.family.is_relative:
             return None
         graph = self.graph
@@ -54,7 +54,7 @@ class Positions:
         return graph.op("Where", is_padding, graph.constant(self.pad), counted)
 
     def with_past(self) -> str | None:
-        """Of the new tokens ``input_ids`` (B, K, T) behind ``past_mask`` (B, K, P): (B, K, T)."""
+        """Positions of the new tokens ``input_ids`` (B, K, T) behind ``past_mask`` (B, K, P): (B, K, T)."""
         if self.family.is_relative:
             return None
         graph = self.graph
@@ -70,7 +70,7 @@ class Positions:
         return graph.op("Slice", "past_mask", graph.constant([0]), end, graph.constant([1]))
 
     def one_step(self) -> str | None:
-        """Of one new token ``input_ids`` (R, 1) at column ``past_length``: (R, 1)."""
+        """Position of one new token ``input_ids`` (R, 1) at column ``past_length``: (R, 1)."""
         if self.family.is_relative:
             return None
         graph = self.graph
@@ -102,7 +102,7 @@ class AttentionBiases:
         return graph.op("Unsqueeze", graph.op("Mul", padded, graph.constant(LOWEST)), graph.constant(list(axes)))
 
     def full(self, tokens: str, mask: str | None = None) -> list[str]:
-        """Of positions 0 … n - 1 on each other, for tokens (B, n): (B, H, n, n), without a mask (H, n, n)."""
+        """Biases of positions 0 … n - 1 on each other, for tokens (B, n): (B, H, n, n), without a mask (H, n, n)."""
         if not self.weights.family.is_relative:
             return [self.mask_bias(mask)] * self.weights.dims.encoder_layers
         graph = self.graph
@@ -111,7 +111,7 @@ class AttentionBiases:
         return self._by_layer(positions, positions, lambda bias: graph.op("Add", bias, masked) if masked else bias)
 
     def with_past(self, *, rows: bool = False) -> list[str]:
-        """Of T new positions on P past ones and on each other: (R, H, T, P + T); with ``rows``, R is B and K."""
+        """Biases of T new positions on P past ones and each other: (R, H, T, P + T); with ``rows``, R is B and K."""
         graph, axis = self.graph, 2 if rows else 1
         past, new = graph.size("past_mask", axis), graph.size("input_ids", axis)
         total = graph.op("Add", past, new)
@@ -122,7 +122,7 @@ class AttentionBiases:
         return self._by_layer(queries, keys, lambda bias: graph.op("Add", bias, history_bias))
 
     def one_step(self) -> list[str]:
-        """Of one new token on columns 0 … P: (1, H, 1, P + 1); empty names where positions are absolute."""
+        """Biases of one new token on columns 0 … P: (1, H, 1, P + 1); empty names where positions are absolute."""
         if not self.weights.family.is_relative:
             return [""] * self.weights.dims.decoder_layers
         graph, one = self.graph, self.graph.constant(1)
@@ -165,7 +165,7 @@ class AttentionBiases:
 
     def _tables(self) -> list[np.ndarray]:
         """For each layer its heads' biases by distance (H, distances); causal ones end in `LOWEST`, the future."""
-        if not self.weights.family.is_relative:  # one row for all heads: only the causal mask is left of the table
+        if not self.weights.family.is_relative:  # one row for all heads, the causal mask alone
             return [np.array([[0, LOWEST]], dtype=np.float32)] * self.weights.dims.decoder_layers
         weights, reach, causal = self.weights, self.weights.max_distance, self.stack == "decoder"
         distance = np.arange(-reach, (0 if causal else reach) + 1)
@@ -189,15 +189,7 @@ class AttentionBiases:
 
 
 class T5Layers:
-    """The layers of one stack, ``"encoder"`` or ``"decoder"``, as nodes of one graph.
-
-    >>> from t5accel.graphs.export import t5_weights
-    >>> from t5accel.models.random_init import random_t5
-    >>> model = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    >>> layers = T5Layers(GraphBuilder("embedding"), t5_weights(model), "encoder")
-    >>> layers.embed("input_ids"), layers.graph.weights["shared.weight"].shape
-    ('gather_0', (32, 8))
-    """
+    """The layers of one stack, ``"encoder"`` or ``"decoder"``, as nodes of one graph."""
 
     def __init__(self, graph: GraphBuilder, weights: T5Weights, stack: str):
         self.graph, self.weights, self.stack = graph, weights, stack
@@ -249,13 +241,10 @@ class T5Layers:
         present: str | None = None,
         rows: bool = False,
     ) -> str:
-        """Embedded tokens (R, T, d_model), with ``rows`` (B, K, T, d_model) -> what the head reads, normed and scaled.
+        """Embedded tokens (R, T, d_model), with ``rows`` (B, K, T, d_model) -> the head's input, normed and scaled.
 
-        Args:
-            bias_of, source_bias: of each layer's self-attention, and of cross-attention.
-            cross, past, present: prefixes of the names of the cross-attention cache, the KV cache read, and the KV
-                cache written (``cross_key_0`` …). Without ``past`` there is no history.
-            rows: K is an axis of its own.
+        ``cross``, ``past`` and ``present`` are prefixes of the names of the cross-attention cache, the KV cache read,
+        and the KV cache written (``cross_key_0`` …). Without ``past`` there is no history.
         """
         # The K rows of a source share its cross tensors: in cross-attention K and T fold into one axis of queries.
         per_source = self.graph.op("Shape", "input_ids", start=1, end=2) if rows else None
@@ -300,20 +289,18 @@ class T5Layers:
         graph, dims, prefix = self.graph, self.weights.dims, f"{self.stack}.block.{layer}.layer.0"
         heads = (dims.encoder_heads if self.stack == "encoder" else dims.decoder_heads)[layer]
         normed = self.pre_norm(hidden, f"{prefix}.layer_norm.weight")
-        kept = {name: f"{present}_{name}_{layer}" if present else None for name in ("key", "value")}
         query = self.heads(normed, f"{prefix}.SelfAttention.q.weight", heads, rows=rows)
-        key, value = (
-            self.heads(
-                normed, f"{prefix}.SelfAttention.{name[0]}.weight", heads, rows=rows, output=None if past else output
-            )
-            for name, output in kept.items()
-        )
+        outputs = {name: f"{present}_{name}_{layer}" if present else None for name in ("key", "value")}
+        kv = {}
+        for name, output in outputs.items():
+            projection = f"{prefix}.SelfAttention.{name[0]}.weight"
+            kv[name] = self.heads(normed, projection, heads, rows=rows, output=None if past else output)
         if past:
-            key, value = (
-                graph.op("Concat", f"{past}_{name}_{layer}", new, axis=3 if rows else 2, output=kept[name])
-                for name, new in (("key", key), ("value", value))
-            )
-        merged = self.merge_heads(self.attend(query, key, value, bias, rows=rows), heads, rows=rows)
+            axis = 3 if rows else 2
+            for name, output in outputs.items():
+                kv[name] = graph.op("Concat", f"{past}_{name}_{layer}", kv[name], axis=axis, output=output)
+        attended = self.attend(query, kv["key"], kv["value"], bias, rows=rows)
+        merged = self.merge_heads(attended, heads, rows=rows)
         projected = self.output(merged, f"{prefix}.SelfAttention.o.weight", heads)
         return self.add_residual(hidden, projected, f"{prefix}.layer_norm.weight")
 
@@ -437,7 +424,7 @@ def decoder_graph(weights: T5Weights, *, head_by_rows: bool = False) -> GraphBui
 
 
 def headless_decoder(name: str, weights: T5Weights, spec: GraphSpec) -> tuple[T5Layers, str]:
-    """The decoder's layers in a graph of ``spec``, and what its head reads: (B, K, T, d_model), normed and scaled."""
+    """The decoder's layers in a graph of ``spec``, and the input of its head: (B, K, T, d_model), normed and scaled."""
     graph = GraphBuilder(name)
     graph.declare(spec)
     layers = T5Layers(graph, weights, "decoder")

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from t5accel.errors import InputError, NotT5Error
-from t5accel.models.families import Family
-from t5accel.models.registry import dims_of
+from t5accel.models.families import T5, Family, dims_of
 from t5accel.models.sizes import T5Dims
-from t5accel.models.t5 import T5
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +22,7 @@ if TYPE_CHECKING:
 class T5Weights:
     """A model's weights by T5's names, whatever its family, and the constants of its graphs."""
 
-    arrays: Mapping[
-        str, np.ndarray
-    ]  # fp32, by transformers' names ("decoder.block.0.layer.1.EncDecAttention.q.weight")
+    arrays: Mapping[str, np.ndarray]  # fp32, by name ("decoder.block.0.layer.1.EncDecAttention.q.weight")
     dims: T5Dims
     activation: str  # "relu", "gelu_new", "gelu", "silu" or "swish"
     norm_epsilon: float
@@ -105,29 +101,28 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
 
     Arrays share memory with the model where they can. Raises ``NotT5Error`` for weights that the family lacks.
     """
-    if any(weight.is_meta for weight in model.parameters()):
-        raise InputError("The model's weights are on torch's meta device, where they have no values: load them first.")
+    require_values(model)
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     outside = {name for name in names if not name.startswith("model.")} - {"lm_head.weight", "final_logits_bias"}
     if outside:
         raise NotT5Error(f"There is a weight {min(outside)}, which no family has: {_ADVICE}")
     config, inner = model.config, model.model
     encoder_table, decoder_table = inner.encoder.embed_tokens.weight, inner.decoder.embed_tokens.weight
-    arrays = {"shared.weight": _array(decoder_table)}
+    arrays = {"shared.weight": as_array(decoder_table)}
     if encoder_table is not decoder_table:
-        arrays["encoder.embed_tokens.weight"] = _array(encoder_table)
+        arrays["encoder.embed_tokens.weight"] = as_array(encoder_table)
     dims = dims_of(model, family)
     if not dims.tied:
-        arrays["lm_head.weight"] = _array(model.lm_head.weight)
+        arrays["lm_head.weight"] = as_array(model.lm_head.weight)
     for name, weight in (*inner.named_parameters(), *inner.named_buffers()):
         if "embed_tokens" not in name and "embed_positions" not in name and name != "shared.weight":
-            arrays[_renamed(name)] = _array(weight)
+            arrays[_renamed(name)] = as_array(weight)
     for stack in ("encoder", "decoder"):
         table = getattr(inner, stack).embed_positions
-        arrays[f"{stack}.embed_positions.weight"] = _array(getattr(table, "weight", getattr(table, "weights", None)))
+        arrays[f"{stack}.embed_positions.weight"] = as_array(getattr(table, "weight", getattr(table, "weights", None)))
     logits_bias = getattr(model, "final_logits_bias", None)
     if family.head_bias and logits_bias is not None and logits_bias.any():
-        arrays["final_logits_bias"] = _array(logits_bias).reshape(-1)
+        arrays["final_logits_bias"] = as_array(logits_bias).reshape(-1)
     if not family.biases:
         arrays = {name: array for name, array in arrays.items() if not name.endswith(".bias") or "norm" in name}
     d_model = config.d_model
@@ -152,18 +147,21 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
     )
 
 
-def _array(weight: torch.Tensor) -> np.ndarray:
+def require_values(model: PreTrainedModel) -> None:
+    """Raise ``InputError`` for weights on torch's meta device."""
+    if any(weight.is_meta for weight in model.parameters()):
+        raise InputError("The model's weights are on torch's meta device, where they have no values: load them first.")
+
+
+def as_array(weight: torch.Tensor) -> np.ndarray:
+    """A weight as fp32 numpy array, which shares memory with it where it can."""
     import torch
 
     return weight.detach().to("cpu", torch.float32).numpy()
 
 
 def _renamed(name: str) -> str:
-    """T5's name for a weight.
-
-    >>> _renamed("decoder.layers.3.fc2.bias")
-    'decoder.block.3.layer.2.DenseReluDense.wo.bias'
-    """
+    """T5's name for a weight: ``decoder.layers.3.fc2.bias`` -> ``decoder.block.3.layer.2.DenseReluDense.wo.bias``."""
     if found := _LAYER.fullmatch(name):
         stack, layer, part, kind = found.groups()
         if part in _PARTS:

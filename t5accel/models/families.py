@@ -1,8 +1,4 @@
-"""What one family of encoder-decoders does otherwise than another: switches, as data.
-
-A family is a file with one `Family` in it. The builder (`graphs.build`) reads the switches, `graphs.export.weights` the
-names of the weights, which are those of BART in all families but T5's.
-"""
+"""The families of encoder-decoders: their architectures as switches, and which family a model belongs to."""
 
 from __future__ import annotations
 
@@ -10,59 +6,224 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from t5accel.errors import InputError, NotT5Error
+from t5accel.models.sizes import CLASS_PREFIXES, T5_LIKE, T5Dims
+
 
 @dataclass(frozen=True)
 class Family:
-    """How the weights of a model are put together.
+    """Architecture switches of one family; sizes and activations are in each model's configuration."""
 
-    What differs between models of one family (sizes, activation, forced tokens) is read from their configurations.
-
-    Attributes:
-        model_type: transformers' name for it, in ``config.json``.
-        model_class: transformers' class, with a language-model head.
-        norm: ``"layer"``, which subtracts the mean and adds a bias, or ``"rms"``.
-        norm_first: a part of a layer reads the stream through its norm, and one norm more stands behind the last layer;
-            else the norm stands behind the part, on the stream itself.
-        norm_embedding: another one stands behind the embedding.
-        position_offset: which row of the table of positions is the first one's; ``None`` if there is no table, because
-            positions are in the attention scores, as distances.
-        skips_padding: padding has no position, and real tokens are counted; the offset is then counted from the pad id.
-        biases: linear layers have them.
-        scales_attention: scores are divided by the root of the heads' width.
-        scales_embedding: so is the embedding multiplied by the root of its own, where the configuration says so.
-        head_bias: logits have a bias, of which most checkpoints make no use.
-        sizes: of published checkpoints, by the name that they have behind ``random:``: keyword arguments of the
-            configuration.
-        generation: what published checkpoints set for ``generate()``; in place of ids ``"eos"`` stands for that one,
-            and ``"pads"`` for the list of words that is the pad alone.
-
-    >>> Family("bert", "BertModel").is_relative
-    False
-    """
-
-    model_type: str
-    model_class: str
-    norm: str = "layer"
-    norm_first: bool = False
+    model_type: str  # transformers' name, in config.json
+    model_class: str  # transformers' class with a language-model head
+    norm: str = "layer"  # or "rms", which subtracts no mean and adds no bias
+    norm_first: bool = False  # norms before each part and after the last layer; else after each part
     norm_embedding: bool = False
-    position_offset: int | None = 0
-    skips_padding: bool = False
-    biases: bool = True
-    scales_attention: bool = True
-    scales_embedding: bool = True
-    head_bias: bool = True
+    position_offset: int | None = 0  # row of the first position in its table; None: distances in attention scores
+    skips_padding: bool = False  # positions count real tokens only, and the offset starts at the pad id
+    biases: bool = True  # of linear layers
+    scales_attention: bool = True  # scores are divided by the root of the heads' width
+    scales_embedding: bool = True  # by the root of d_model, where the configuration says so
+    head_bias: bool = True  # of the logits; 0 in most checkpoints
+    # Published checkpoints by their name behind "random:": keyword arguments of the configuration.
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # Their generation_config: "eos" stands for that token's id, "pads" for the pad as the only bad word.
     generation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_relative(self) -> bool:
-        """Whether positions are in the attention scores, as T5's are."""
+        """Whether positions are distances in the attention scores, as in T5."""
         return self.position_offset is None
 
     def first_position(self, pad_token_id: int) -> int:
-        """Which row of the table of positions is that of the first token.
-
-        >>> Family("m2m_100", "M2M100ForConditionalGeneration", position_offset=1, skips_padding=True).first_position(1)
-        2
-        """
+        """The first token's row in the table of positions."""
         return (self.position_offset or 0) + (pad_token_id if self.skips_padding else 0)
+
+
+def _sizes(d_model: int, layers: int, heads: int, ff: int, **others: Any) -> dict[str, Any]:
+    return dict(
+        d_model=d_model,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=heads,
+        decoder_attention_heads=heads,
+        encoder_ffn_dim=ff,
+        decoder_ffn_dim=ff,
+        **others,
+    )
+
+
+_BART_LARGE = _sizes(1024, 12, 16, 4096, vocab_size=50265)
+_RELU = dict(activation_function="relu", scale_embedding=True)
+_NLLB = _sizes(1024, 12, 16, 4096, **_RELU)
+_PEGASUS = _sizes(1024, 16, 16, 4096, vocab_size=96103, **_RELU)
+
+# T5, FLAN, mT5, UMT5, ByT5, MADLAD-400. Their sizes are in `models.random_init`.
+T5 = Family(
+    "t5",
+    "T5ForConditionalGeneration",
+    norm="rms",
+    norm_first=True,
+    position_offset=None,
+    biases=False,
+    scales_attention=False,
+    scales_embedding=False,
+    head_bias=False,
+)
+# Lewis et al. 2019: learned positions, the first two rows unused.
+BART = Family(
+    "bart",
+    "BartForConditionalGeneration",
+    norm_embedding=True,
+    position_offset=2,
+    sizes={
+        "bart-base": _sizes(768, 6, 12, 3072, vocab_size=50265),
+        "bart-large": _BART_LARGE,
+        "distilbart-12-6": dict(_BART_LARGE, decoder_layers=6),
+    },
+    generation=dict(forced_eos_token_id="eos"),
+)
+# Liu et al. 2020, and mBART-50: the first token of an output is its language.
+MBART = Family(
+    "mbart",
+    "MBartForConditionalGeneration",
+    norm_first=True,
+    norm_embedding=True,
+    position_offset=2,
+    sizes={"mbart-large-50": _sizes(1024, 12, 16, 4096, vocab_size=250054, decoder_start_token_id=2, **_RELU)},
+    generation=dict(forced_eos_token_id="eos"),
+)
+# OPUS-MT: sinusoidal positions. It starts with its padding token, which must not be generated. Source and target may
+# have vocabularies, and embeddings, of their own.
+MARIAN = Family(
+    "marian",
+    "MarianMTModel",
+    sizes={
+        "opus-mt": _sizes(
+            512,
+            6,
+            8,
+            2048,
+            vocab_size=58101,
+            activation_function="swish",
+            scale_embedding=True,
+            max_position_embeddings=512,
+            pad_token_id=58100,
+            eos_token_id=0,
+            decoder_start_token_id=58100,
+        )
+    },
+    generation=dict(forced_eos_token_id="eos", bad_words_ids="pads"),
+)
+# M2M-100 and NLLB-200: sinusoidal positions. The first token of an output is its language, given with each call.
+M2M_100 = Family(
+    "m2m_100",
+    "M2M100ForConditionalGeneration",
+    norm_first=True,
+    position_offset=1,
+    skips_padding=True,
+    head_bias=False,
+    sizes={
+        "nllb-200-distilled-600M": dict(_NLLB, vocab_size=256206),
+        "m2m100_418M": dict(_NLLB, vocab_size=128112),
+    },
+)
+# Zhang et al. 2020: sinusoidal positions.
+PEGASUS = Family(
+    "pegasus",
+    "PegasusForConditionalGeneration",
+    norm_first=True,
+    sizes={"pegasus-large": _PEGASUS, "pegasus-xsum": dict(_PEGASUS, max_position_embeddings=512)},
+    generation=dict(forced_eos_token_id="eos"),
+)
+
+BEYOND_T5 = {family.model_type: family for family in (BART, MBART, MARIAN, M2M_100, PEGASUS)}
+FAMILIES = dict.fromkeys(T5_LIKE, T5) | BEYOND_T5
+SIZES = {size: (family, numbers) for family in BEYOND_T5.values() for size, numbers in family.sizes.items()}
+
+
+def family_of(config: Any, name: str) -> Family:
+    """The family of a configuration; raises ``NotT5Error`` for another kind of model, called ``name``.
+
+    >>> from types import SimpleNamespace
+    >>> family_of(SimpleNamespace(model_type="mbart"), "mine").norm_first
+    True
+    """
+    kind = getattr(config, "model_type", type(config).__name__)
+    if kind not in FAMILIES:
+        raise NotT5Error(
+            f"{name} is of type {kind!r}, {_architecture(config)}; t5accel handles encoder-decoders: "
+            f"{', '.join(T5_LIKE)} (flan, ByT5 and MADLAD-400 are of type t5), {', '.join(BEYOND_T5)} (m2m_100 is "
+            "NLLB, too)."
+        )
+    return FAMILIES[kind]
+
+
+def family_of_model(model: Any) -> Family:
+    """The family of a model object that can generate.
+
+    Raises ``InputError`` for another object, such as a pipeline, and ``NotT5Error`` for a model of another kind, a
+    wrapped or sharded one, or one without encoder, decoder or language-model head.
+    """
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    if hasattr(model, "merge_and_unload"):
+        raise NotT5Error(f"{kind} holds adapters beside the model: give what its merge_and_unload() returns.")
+    if kind.startswith(("FSDP", "FullyShardedDataParallel")):
+        raise NotT5Error(f"{kind} holds the model in shards: save it with save_pretrained(), and give that folder.")
+    for name in ("_orig_mod", "module", "model"):  # of torch.compile; of data parallelism; of pipelines and trainers
+        inner = getattr(getattr(model, name, None), "config", None)
+        if getattr(inner, "model_type", None) in FAMILIES and (name == "_orig_mod" or inner is not config):
+            raise NotT5Error(f"{kind} is no model, but holds one: give its .{name}.")
+    if hasattr(model, "backend"):
+        raise InputError(f"This {kind} is accelerated already: use it, or give the model that it came from.")
+    is_module = hasattr(model, "state_dict") and not isinstance(model, type)
+    if config is None or not is_module:
+        raise (NotT5Error if is_module else InputError)(
+            f"model must be a name, a folder or a model of transformers, got an object of class {kind}."
+        )
+    family = family_of(config, kind)
+    stacks = model if family.is_relative else getattr(model, "model", None)
+    if not (hasattr(model, "lm_head") and hasattr(stacks, "encoder") and hasattr(stacks, "decoder")):
+        raise NotT5Error(no_head(kind, config))
+    return family
+
+
+def dims_of(model: Any, family: Family) -> T5Dims:
+    """The sizes of a model of a family; ``d_kv`` is the decoder's."""
+    if family.is_relative:
+        return T5Dims.of(model)
+    config, encoder, decoder = model.config, model.model.encoder, model.model.decoder
+    heads = (config.decoder_attention_heads,) * len(decoder.layers)
+    return T5Dims(
+        vocab_size=model.lm_head.out_features,
+        d_model=config.d_model,
+        d_kv=config.d_model // config.decoder_attention_heads,
+        encoder_heads=(config.encoder_attention_heads,) * len(encoder.layers),
+        decoder_heads=heads,
+        cross_heads=heads,
+        encoder_ff=(config.encoder_ffn_dim,) * len(encoder.layers),
+        decoder_ff=(config.decoder_ffn_dim,) * len(decoder.layers),
+        gated=False,
+        tied=model.lm_head.weight is decoder.embed_tokens.weight,
+    )
+
+
+def no_head(what: str, config: Any) -> str:
+    """An error's sentence for a model without a language-model head, with the class to give instead."""
+    kind = config.model_type
+    able = BEYOND_T5[kind].model_class if kind in BEYOND_T5 else f"{CLASS_PREFIXES[kind]}ForConditionalGeneration"
+    return f"{what} cannot generate text: give a {able}."
+
+
+def _architecture(config: Any) -> str:
+    """The stacks of another kind of model."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder of another family"
+    try:
+        from transformers.models.auto import modeling_auto as known
+    except ImportError:
+        return "no family of ours"
+    kind = getattr(config, "model_type", None)
+    if kind in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "an encoder without a decoder"
+    return "a decoder without an encoder" if kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else "no encoder-decoder"

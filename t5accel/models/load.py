@@ -1,7 +1,6 @@
-"""Load a model by name: a bundled one, a hub id, a folder, or seeded random weights of a published size.
+"""Load a model by name."""
 
-At a forced output length speed does not depend on the weights' values, so random ones are enough to measure it.
-"""
+# At a forced output length speed does not depend on the weights' values, so random ones are enough to measure it.
 
 from __future__ import annotations
 
@@ -27,10 +26,10 @@ from t5accel.errors import (
     T5AccelError,
     UnknownModelError,
     install,
-)  # fmt: skip
+)
+from t5accel.models.families import SIZES, family_of, no_head
 from t5accel.models.pruned import load_pruned
 from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
-from t5accel.models.registry import SIZES, family_of, no_head
 from t5accel.models.sizes import CLASS_PREFIXES
 
 if TYPE_CHECKING:
@@ -84,9 +83,8 @@ def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrain
     """Load an fp32 model in evaluation mode, and its tokenizer (``None`` for random weights).
 
     ``name`` is ``"mini"`` (bundled), ``"random:SIZE"`` with a size of ``RANDOM_SIZES`` or ``SIZES`` (seeded, offline),
-    a folder written by ``save_pretrained``, or a hub id such as ``"google-t5/t5-small"``; the model a T5 or of a family
-    in `models.registry`. Raises ``UnknownModelError`` for other names, ``ModelUnavailableError`` if the hub or the
-    folder lacks the model, and ``NotT5Error`` for another kind of checkpoint.
+    a folder written by ``save_pretrained``, or a hub id such as ``"google-t5/t5-small"``. Raises ``UnknownModelError``,
+    ``ModelUnavailableError`` if the hub or the folder lacks the model, ``NotT5Error`` for another kind of checkpoint.
 
     >>> model, tokenizer = load_model("random:t5-small")
     >>> model.config.d_model, tokenizer
@@ -94,7 +92,7 @@ def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrain
     """
     text = os.fspath(name) if isinstance(name, os.PathLike) else name
     if not isinstance(text, str) or not text:
-        raise UnknownModelError(f"A model name is a non-empty text; {name!r} was given. {known_model_names()}")
+        raise UnknownModelError(f"model must be named by a non-empty text, got {name!r}. {known_model_names()}")
     require_torch("load_model()")
     if text in BUNDLED:
         return _load_folder(data_folder() / BUNDLED[text])

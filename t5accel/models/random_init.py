@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from t5accel.errors import InputError
@@ -18,25 +19,10 @@ def random_model(family: Family, sizes: Mapping[str, Any], *, seed: int = 0) -> 
     """A seeded model of a BART-like family; ``sizes`` are keyword arguments of its configuration.
 
     Leaves the global random state unchanged. Raises ``InputError`` if the sizes make no model.
-
-    >>> from t5accel.models.bart import FAMILY
-    >>> sizes = dict(d_model=8, vocab_size=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2)
-    >>> random_model(FAMILY, dict(sizes, decoder_attention_heads=2)).generation_config.forced_eos_token_id
-    2
     """
-    import torch
-    import transformers
-
-    if not isinstance(sizes, Mapping) or not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 2**63:
-        raise InputError(f"sizes is {sizes!r:.200}, seed {seed!r}; give keyword arguments, and an integer from 0 on.")
-    model_class = getattr(transformers, family.model_class)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(operator.index(seed))  # torch.manual_seed would also seed the GPUs
-        try:
-            config = model_class.config_class(**{"dropout": 0.0, "attention_dropout": 0.0, **sizes})
-            model = model_class(config).eval()
-        except Exception as error:  # of many kinds
-            raise InputError(f"These sizes make no {family.model_class}: {error}") from error
+    with _seeded(seed):
+        model = _build(family.model_class, {"dropout": 0.0, "attention_dropout": 0.0}, sizes)
+        config = model.config
         _randomize_family(model, silent_pad="bad_words_ids" not in family.generation)
     special = {"pad": config.pad_token_id, "eos": config.eos_token_id, "pads": [[config.pad_token_id]]}
     for name, value in family.generation.items():
@@ -110,28 +96,39 @@ def random_t5(sizes: dict[str, Any], *, seed: int = 0, kind: str = "t5") -> PreT
     >>> random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)).config.model_type
     't5'
     """
-    import torch
-    import transformers
-
     if kind not in T5_LIKE:
-        raise InputError(f"kind is {kind!r}; give one of {', '.join(T5_LIKE)}.")
-    if not isinstance(sizes, Mapping):
-        raise InputError(f"sizes is {sizes!r}; give keyword arguments of T5Config, as RANDOM_SIZES holds them.")
-    if not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 2**63:
-        raise InputError(f"seed is {seed!r}; give an integer from 0 to 2**63 - 1.")
-    prefix = CLASS_PREFIXES[kind]
-    sizes = {"decoder_start_token_id": 0, "dropout_rate": 0.0, "tie_word_embeddings": kind != "mt5", **sizes}
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(operator.index(seed))  # torch.manual_seed would also seed the GPUs
-        try:
-            config = getattr(transformers, f"{prefix}Config")(**sizes)
-            model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
-        except Exception as error:  # of many kinds, some of them huggingface_hub's own
-            raise InputError(f"These sizes make no {prefix} model: {error}") from error
-        if not sizes["tie_word_embeddings"]:
+        raise InputError(f"kind must be one of {', '.join(T5_LIKE)}, got {kind!r}.")
+    defaults = {"decoder_start_token_id": 0, "dropout_rate": 0.0, "tie_word_embeddings": kind != "mt5"}
+    with _seeded(seed):
+        model = _build(f"{CLASS_PREFIXES[kind]}ForConditionalGeneration", defaults, sizes)
+        if not (defaults | dict(sizes))["tie_word_embeddings"]:
             _untie(model)
         _randomize(model)
     return model
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    import torch
+
+    if not hasattr(seed, "__index__") or not 0 <= operator.index(seed) < 2**63:
+        raise InputError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}.")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(operator.index(seed))  # torch.manual_seed would also seed the GPUs
+        yield
+
+
+def _build(name: str, defaults: dict[str, Any], sizes: Any) -> PreTrainedModel:
+    """A model of transformers' class of that name."""
+    import transformers
+
+    if not isinstance(sizes, Mapping):
+        raise InputError(f"sizes must be keyword arguments of the configuration, got {sizes!r:.200}.")
+    model_class = getattr(transformers, name)
+    try:
+        return model_class(model_class.config_class(**{**defaults, **sizes})).eval()
+    except Exception as error:  # of many kinds, some of them huggingface_hub's own
+        raise InputError(f"These sizes make no {name}: {error}") from error
 
 
 def _untie(model: PreTrainedModel) -> None:

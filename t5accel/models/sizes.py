@@ -1,4 +1,4 @@
-"""The sizes of a T5-like model, read off its weights or its configuration; and which models are T5-like."""
+"""The sizes of a T5-like model, from its weights or its configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5accel.checks import as_count
 from t5accel.errors import InputError, ModelUnavailableError, NotT5Error
+from t5accel.models.pruned import layer_widths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +46,7 @@ class T5Dims:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> T5Dims:
-        """Read the sizes off the weights, which is right for pruned models too.
+        """Read the sizes off the weights, as pruned models need.
 
         >>> from t5accel.models.random_init import random_t5
         >>> T5Dims.of(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
@@ -56,25 +57,13 @@ class T5Dims:
         require_t5(config, type(model).__name__)
         if not hasattr(model, "lm_head") or not hasattr(model, "decoder"):
             raise NotT5Error(f"{type(model).__name__} cannot generate text: give a …ForConditionalGeneration.")
-        d_kv = config.d_kv
-
-        def heads(blocks: Any, layer: int, name: str) -> tuple[int, ...]:
-            return tuple(getattr(block.layer[layer], name).q.out_features // d_kv for block in blocks)
-
-        def widths(blocks: Any) -> tuple[int, ...]:
-            return tuple(block.layer[-1].DenseReluDense.wo.in_features for block in blocks)
-
-        encoder, decoder = model.encoder.block, model.decoder.block
+        widths = {kind: tuple(sizes) for kind, sizes in layer_widths(model).items()}
         return cls(
             vocab_size=model.lm_head.out_features,
             d_model=config.d_model,
-            d_kv=d_kv,
-            encoder_heads=heads(encoder, 0, "SelfAttention"),
-            decoder_heads=heads(decoder, 0, "SelfAttention"),
-            cross_heads=heads(decoder, 1, "EncDecAttention"),
-            encoder_ff=widths(encoder),
-            decoder_ff=widths(decoder),
-            gated=hasattr(decoder[0].layer[-1].DenseReluDense, "wi_0"),
+            d_kv=config.d_kv,
+            **widths,
+            gated=hasattr(model.decoder.block[0].layer[-1].DenseReluDense, "wi_0"),
             tied=model.lm_head.weight is model.shared.weight,
         )
 
@@ -97,15 +86,19 @@ class T5Dims:
             except InputError as error:
                 raise ModelUnavailableError(f"{name} does not describe a T5: {error}") from error
         heads, ff = (sizes["num_heads"],), (sizes["d_ff"],)
-        below, above = sizes["num_layers"], sizes["num_decoder_layers"]
-        layers = {"encoder_heads": heads * below, "decoder_heads": heads * above, "cross_heads": heads * above,
-                  "encoder_ff": ff * below, "decoder_ff": ff * above}  # fmt: skip
+        encoder, decoder = sizes["num_layers"], sizes["num_decoder_layers"]
+        layers = {"encoder_heads": heads * encoder, "decoder_heads": heads * decoder, "cross_heads": heads * decoder}
+        layers |= {"encoder_ff": ff * encoder, "decoder_ff": ff * decoder}
         layers |= {kind: tuple(widths) for kind, widths in (config.get("layer_widths") or {}).items()}
         activation = str(config.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu"))
         return cls(
-            vocab_size=sizes["vocab_size"], d_model=sizes["d_model"], d_kv=sizes["d_kv"], **layers,
-            gated=activation.startswith("gated-"), tied=config.get("tie_word_embeddings", kind == "t5"),
-        )  # fmt: skip
+            vocab_size=sizes["vocab_size"],
+            d_model=sizes["d_model"],
+            d_kv=sizes["d_kv"],
+            **layers,
+            gated=activation.startswith("gated-"),
+            tied=config.get("tie_word_embeddings", kind == "t5"),
+        )
 
 
 def require_t5(config: Any, name: str) -> None:

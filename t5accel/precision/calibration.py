@@ -1,4 +1,4 @@
-"""Calibration: the range of every value that an fp32 export computes on real inputs.
+"""Calibration, the range of every value that an fp32 export computes on real inputs.
 
 For fp16 it shows which values exceed 65,504, for static int8 the range of each product's input.
 """
@@ -18,16 +18,13 @@ import numpy as np
 from t5accel.checks import as_batch, as_integers, check_vocabulary
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import WEIGHTS, kv_names
+from t5accel.graphs.contract import DECODER, WEIGHTS, empty_past, kv_names
 from t5accel.graphs.export_folder import WeightsLayout
 from t5accel.graphs.layers import LOWEST
-from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.ort_levels import import_onnxruntime
 from t5accel.graphs.rewriting import find_matmuls, float_values
 from t5accel.precision.recipes import group_of
 from t5accel.precision.source_export import STACKS, Fp32Export
-
-_LOW, _HIGH = ".probe.low", ".probe.high"
 
 
 class CalibrationSample(NamedTuple):
@@ -84,62 +81,68 @@ def collect_ranges(folder: str | os.PathLike[str], examples: Iterable[Calibratio
     >>> with TemporaryDirectory() as folder:
     ...     _ = export_model("mini", f"{folder}/mini")
     ...     seen = collect_ranges(f"{folder}/mini", [CalibrationSample(ids, np.ones_like(ids), np.array([[0, 50]]))])
-    >>> max(seen, key=lambda one: one.max_abs).operator  # the squares in a norm
+    >>> max(seen, key=lambda entry: entry.max_abs).operator  # the squares in a norm
     'Pow'
     """
     export = Fp32Export.read(folder)
     manifest, graphs = export.manifest, export.graphs()
+    about = {stack: list(_about(graph)) for stack, graph in graphs.items()}
     watched = {stack: _watch(graph) for stack, graph in graphs.items()}
     cross = kv_names("cross", manifest.dims.decoder_layers)
     limits: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def run(session: Any, stack: str, feeds: dict[str, np.ndarray], outputs: list[str]) -> list[np.ndarray]:
+        values = watched[stack]
+        extremes = [name + suffix for name in values for suffix in (".low", ".high")]
+        found = session.run([*outputs, *extremes], feeds)
+        numbers = map(float, found[len(outputs) :])
+        for value, low, high in zip(values, numbers, numbers, strict=True):
+            lowest, highest = limits.get((stack, value), (np.inf, -np.inf))
+            limits[stack, value] = min(lowest, low), max(highest, high)
+        return found[: len(outputs)]
+
     with _sessions(graphs) as sessions:
         for given in examples:
             sample = as_calibration_sample(
                 given, vocab_size=manifest.dims.vocab_size, pad_token_id=manifest.tokens["pad_token_id"]
             )
             source = {"input_ids": sample.input_ids, "attention_mask": sample.attention_mask}
-            found = sessions["encoder"].run([*cross, *watched["encoder"]], source)
-            _widen(limits, "encoder", watched["encoder"], found[len(cross) :])
-            feeds = _decoder_feeds(sample, dict(zip(cross, found, strict=False)), manifest)
-            _widen(limits, "decoder", watched["decoder"], sessions["decoder"].run(watched["decoder"], feeds))
+            feeds = dict(zip(cross, run(sessions["encoder"], "encoder", source, cross), strict=True))
+            feeds |= empty_past(manifest.graphs[DECODER], len(sample.input_ids))  # all target tokens in one step
+            feeds |= {"input_ids": sample.decoder_input_ids[:, None], "attention_mask": sample.attention_mask}
+            run(sessions["decoder"], "decoder", feeds, [])
     if not limits:
         raise InputError("examples must hold at least one CalibrationSample, got none.")
     return [
-        TensorRange(stack, *about, *limits[stack, about[0]])
-        for stack, graph in graphs.items()
-        for about in _about(graph)
-        if (stack, about[0]) in limits
+        TensorRange(stack, *entry, *limits[stack, entry[0]])
+        for stack, entries in about.items()
+        for entry in entries
+        if (stack, entry[0]) in limits
     ]
 
 
-def max_magnitudes(seen: Iterable[TensorRange], graph: str) -> dict[str, float]:
-    """The largest magnitude of each value of one graph, for `fp16.nodes_in_fp32`."""
-    return {one.value: one.max_abs for one in seen if one.graph == graph}
-
-
 def ranges_by_graph(seen: Iterable[TensorRange]) -> dict[str, dict[str, tuple[float, float]]]:
-    """By graph and value the lowest and highest number, for `gate.quantize_export`."""
+    """By graph and value the lowest and highest number, for `convert.quantize_export`."""
     found: dict[str, dict[str, tuple[float, float]]] = {stack: {} for stack in STACKS}
-    for one in seen:
-        found[one.graph][one.value] = one.low, one.high
+    for entry in seen:
+        found[entry.graph][entry.value] = entry.low, entry.high
     return found
 
 
 def _watch(graph: GraphBuilder) -> list[str]:
-    """Add the extremes of all floats to the outputs, attention masks excepted, and return their names."""
-    added: list[str] = []
+    """Add the extremes of all floats to the outputs, attention masks excepted, and return the floats' names."""
     zero, mask = graph.constant(np.float32(0)), graph.constant(np.float32(LOWEST / 2))
     floats = float_values(graph)
-    for value in [name for node in graph.nodes for name in node.output if name in floats]:
+    values = [name for node in graph.nodes for name in node.output if name in floats]
+    for value in values:
         real = graph.op("Where", graph.op("Less", value, mask), zero, value)
-        for suffix, operator in ((_LOW, "ReduceMin"), (_HIGH, "ReduceMax")):
-            added.append(graph.op(operator, real, keepdims=0, output=value + suffix))
-            graph.output(added[-1], "float32", [])
-    return added
+        for suffix, operator in ((".low", "ReduceMin"), (".high", "ReduceMax")):
+            graph.output(graph.op(operator, real, keepdims=0, output=value + suffix), "float32", [])
+    return values
 
 
 def _about(graph: GraphBuilder) -> Iterator[tuple[str, str, str, str | None]]:
-    """Of each value its name, operator, place and weight."""
+    """Name, operator, place and weight of each value."""
     weights = {product.node.name: product.weight for product in find_matmuls(graph)}
     place = "embedding"
     for node in graph.nodes:
@@ -164,31 +167,3 @@ def _sessions(graphs: Mapping[str, GraphBuilder]) -> Iterator[dict[str, Any]]:
             path.write_bytes(graph.proto(layout.references()).SerializeToString())
             sessions[stack] = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         yield sessions
-
-
-def _decoder_feeds(
-    sample: CalibrationSample, cross: Mapping[str, np.ndarray], manifest: Manifest
-) -> dict[str, np.ndarray]:
-    """All target tokens in one step from an empty history."""
-    batch, dims = len(sample.input_ids), manifest.dims
-    feeds = {
-        "input_ids": sample.decoder_input_ids[:, None],
-        "attention_mask": sample.attention_mask,
-        "past_mask": np.zeros((batch, 1, 0), np.int64),
-        **cross,
-    }
-    for layer, heads in enumerate(dims.decoder_heads):
-        for part in ("key", "value"):
-            feeds[f"past_{part}_{layer}"] = np.zeros((batch, 1, heads, 0, dims.d_kv), np.float32)
-    return feeds
-
-
-def _widen(
-    limits: dict[tuple[str, str], tuple[float, float]], stack: str, watched: list[str], found: list[np.ndarray]
-) -> None:
-    extremes = dict(zip(watched, found, strict=True))
-    for name in watched:
-        if name.endswith(_LOW):
-            value = name.removesuffix(_LOW)
-            low, high = limits.get((stack, value), (np.inf, -np.inf))
-            limits[stack, value] = min(low, float(extremes[name])), max(high, float(extremes[value + _HIGH]))

@@ -1,16 +1,19 @@
-"""Convert an export by any recipe, to integers or to fp16."""
+"""Convert an export by any recipe, to integers or to fp16, without measuring what it loses."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 from t5accel.errors import InputError
 from t5accel.graphs.manifest import Manifest
 from t5accel.precision.calibration import CalibrationSample, collect_ranges, ranges_by_graph
 from t5accel.precision.fp16 import export_fp16
-from t5accel.precision.gate import quantize_export
+from t5accel.precision.integers import IntegerRewriter, Ranges
 from t5accel.precision.recipes import Recipe, as_recipe
+from t5accel.precision.source_export import Fp32Export
 
 
 def convert_export(
@@ -21,7 +24,7 @@ def convert_export(
     examples: Iterable[CalibrationSample] = (),
     overwrite: bool = False,
 ) -> Manifest:
-    """Write a copy of an fp32 export by ``recipe``, without measuring what it loses.
+    """Write a copy of an fp32 export by ``recipe``.
 
     "static" schemes need ``examples`` for calibration; in fp16 they tell what must stay in fp32. Errors are those of
     `fp16.export_fp16`, and ``InputError`` for a recipe without an ONNX graph (fp32, bf16).
@@ -43,3 +46,47 @@ def convert_export(
         f"recipe must have integers or dtype='float16', got {recipe.name}. An export is in fp32 already; bfloat16 runs "
         "in torch: accelerate(model, precision='bf16')."
     )
+
+
+def quantize_export(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    recipe: Recipe | str,
+    *,
+    ranges: Mapping[str, Ranges] | None = None,
+    overwrite: bool = False,
+) -> Manifest:
+    """Write a copy of an fp32 export in integers (``"gated": false``).
+
+    "static" schemes need ``ranges`` (`calibration.ranges_by_graph`). Errors are those of `fp16.export_fp16`, and
+    ``InputError`` for a recipe without integers and for weights that are not finite.
+    """
+    source, recipe = Fp32Export.read(folder), as_integer_recipe(recipe)
+    return write_integers(source, source.target(out), recipe, ranges, overwrite=overwrite)
+
+
+def as_integer_recipe(recipe: Any) -> Recipe:
+    """`as_recipe`, for recipes in integers and fp32 alone."""
+    recipe = as_recipe(recipe)
+    if not recipe.integers or recipe.dtype != "float32":
+        raise InputError(f"recipe must have integers and dtype='float32', got {recipe.name} in {recipe.dtype}.")
+    return recipe
+
+
+def write_integers(
+    source: Fp32Export,
+    target: Path,
+    recipe: Recipe,
+    ranges: Mapping[str, Ranges] | None,
+    *,
+    gate: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Manifest:
+    """`quantize_export` with its arguments checked, and a ``gate``'s findings for the manifest."""
+    # Calibration sees values of the two portable graphs, so static schemes leave out the step graph.
+    graphs = source.graphs(step=all(scheme.method != "static" for scheme in recipe.schemes))
+    rewriter = IntegerRewriter(recipe, ranges or {})
+    for part, graph in graphs.items():
+        rewriter.rewrite(graph, "decoder" if part == "step" else part)
+    notes = {"gated": bool(gate), "gate": dict(gate or {})}
+    return source.write(target, graphs, recipe, notes, overwrite=overwrite)

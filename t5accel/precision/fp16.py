@@ -13,13 +13,13 @@ from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.rewriting import check_graph, drop_unused, find_matmuls, float_values
-from t5accel.precision.calibration import CalibrationSample, collect_ranges, max_magnitudes
+from t5accel.precision.calibration import CalibrationSample, collect_ranges
 from t5accel.precision.recipes import Recipe, as_recipe, group_of
 from t5accel.precision.source_export import Fp32Export
 
 LARGEST = float(np.finfo(np.float16).max)  # 65,504
 MARGIN = 8.0  # other inputs may give larger numbers than the calibration's
-# Of a norm, with the sum in front of it and that inside; the last one is a whole norm.
+# The operators of T5's norm; the last one is a whole norm.
 _BEFORE_NORM = ("Pow", "ReduceMean", "Sqrt", "Div", "LayerNormalization")
 
 
@@ -32,6 +32,7 @@ def nodes_in_fp32(graph: GraphBuilder, largest: Mapping[str, float] | None = Non
     wo = {p.node.name: p.node.output[0] for p in find_matmuls(graph) if (group_of(p.weight) or "").endswith(".wo")}
     normed = {name for node in graph.nodes if node.op_type in _BEFORE_NORM for name in (*node.input, *node.output)}
     always = {node.name for node in graph.nodes if node.op_type in _BEFORE_NORM} | wo.keys()
+    # The sum in front of a norm, and the one inside it.
     always |= {node.name for node in graph.nodes if node.op_type == "Add" and normed.intersection(node.output)}
     # wo's products may get a bias before they are summed.
     biased = (node for node in graph.nodes if node.op_type == "Add" and node.input[1] in graph.weights)
@@ -52,18 +53,10 @@ def export_fp16(
 ) -> Manifest:
     """Write a copy of an fp32 export in fp16; its manifest lists the nodes in fp32 as ``"in_fp32"``.
 
-    Where a CPU has no fp16 arithmetic, ONNX Runtime computes in fp32 between casts: correct, half the size on disk, and
-    not faster.
-
-    Args:
-        folder: an fp32 export that is not optimised.
-        out: written as by `export.export_model`.
-        recipe: with dtype "float16"; its ``kept`` groups stay in fp32.
-        examples: for calibration; without any, only the nodes known to overflow in T5 stay in fp32.
-        naive: convert every node, as a general converter does.
-
-    Raises:
-        ExportError: the export is missing or damaged, or ``out`` is taken or cannot be written.
+    The recipe's ``kept`` groups stay in fp32, and so do nodes known to overflow in T5 or seen to with ``examples``;
+    ``naive`` converts every node, as a general converter does. Where a CPU has no fp16 arithmetic, ONNX Runtime
+    computes in fp32 between casts: correct, half the size on disk, and not faster. Raises ``ExportError`` if the export
+    is missing or damaged, or ``out`` is taken or cannot be written, ``InputError`` for a recipe of another precision.
     """
     source, recipe = Fp32Export.read(folder), as_recipe(recipe)
     if recipe.dtype != "float16" or recipe.integers:
@@ -73,7 +66,8 @@ def export_fp16(
     graphs, in_fp32 = source.graphs(), {}
     for stack, graph in graphs.items():
         groups = {p.node.name for p in find_matmuls(graph) if group_of(p.weight) in recipe.kept}
-        needed = [] if naive else nodes_in_fp32(graph, max_magnitudes(seen, stack))
+        largest = {entry.value: entry.max_abs for entry in seen if entry.graph == stack}
+        needed = [] if naive else nodes_in_fp32(graph, largest)
         in_fp32[stack] = sorted({*needed, *groups})
         convert_graph_fp16(graph, in_fp32[stack])
     nodes = [f"{stack} {name}" for stack, names in in_fp32.items() for name in names]

@@ -1,25 +1,34 @@
 """Quantise an export behind a quality gate: what loses more than allowed is not written.
 
-Scores come from the caller, as a function from an export's folder to named numbers, the higher the better.
+Scores come from the caller, as a function from an export's folder to named numbers, the higher the better;
+`text_score` makes one from rows of texts.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from t5accel import machine
+from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort_static import OrtStatic
+from t5accel.checks import as_count
+from t5accel.decoding.backend import Backend
+from t5accel.distillation.batches import Rows, read_examples
 from t5accel.errors import GateError, InputError
 from t5accel.graphs.export_folder import require_free
 from t5accel.graphs.manifest import Manifest
-from t5accel.metrics import floor_warning
-from t5accel.precision.integer_graphs import IntegerRewriter, Ranges
-from t5accel.precision.recipes import Recipe, Scheme, as_recipe
+from t5accel.metrics import ROW_SCORES, floor_warning
+from t5accel.precision.convert import as_integer_recipe, write_integers
+from t5accel.precision.integers import Ranges
+from t5accel.precision.recipes import Recipe, Scheme
 from t5accel.precision.source_export import Fp32Export
+from t5accel.tokenization import generate_texts, tokenizer_of
 
 Score = Callable[[Path], Mapping[str, float]]
 
@@ -52,23 +61,6 @@ class GateReport:
         return floor_warning({name: self.baseline[name] for name in self.max_loss}, "The model in fp32")
 
 
-def quantize_export(
-    folder: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    recipe: Recipe | str,
-    *,
-    ranges: Mapping[str, Ranges] | None = None,
-    overwrite: bool = False,
-) -> Manifest:
-    """Write a copy of an fp32 export in integers, without measuring what it loses (``"gated": false``).
-
-    "static" schemes need ``ranges`` (`calibration.ranges_by_graph`). Errors are those of `fp16.export_fp16`, and
-    ``InputError`` for a recipe without integers and for weights that are not finite.
-    """
-    source, recipe = Fp32Export.read(folder), _with_integers(recipe)
-    return _converted(source, source.target(out), recipe, ranges, {}, overwrite)
-
-
 def quantize(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -87,7 +79,7 @@ def quantize(
     as few as a bisection finds.
 
     Args:
-        folder, out, recipe, ranges, overwrite: as in `quantize_export`.
+        folder, out, recipe, ranges, overwrite: as in `convert.quantize_export`.
         score: maps an export's folder to scores, such as ``{"bleu": 43.9}``.
         max_loss: what each watched score may lose against that of ``folder``.
         groups: groups of weights that may be excluded, the most sensitive first.
@@ -96,7 +88,7 @@ def quantize(
     Raises:
         GateError: no recipe passed; the message names the closest one. Nothing was written.
     """
-    source, recipe = Fp32Export.read(folder), _with_integers(recipe)
+    source, recipe = Fp32Export.read(folder), as_integer_recipe(recipe)
     target = source.target(out)
     require_free(target, source.manifest.source["name"], recipe.name, overwrite=overwrite)
     limits = _limits(max_loss)
@@ -111,7 +103,7 @@ def quantize(
     def passes(count: int) -> bool:
         candidate = candidate_of(count)
         with TemporaryDirectory() as temporary:
-            _converted(source, Path(temporary) / "candidate", candidate, ranges, {})
+            write_integers(source, Path(temporary) / "candidate", candidate, ranges)
             scores = _scores(score, Path(temporary) / "candidate", limits)
         losses = {name: baseline[name] - scores[name] for name in limits}
         attempts.append(Attempt(candidate, scores, losses))
@@ -120,42 +112,15 @@ def quantize(
     count = _smallest_exclusion(passes, len(order))
     if count is None:
         raise GateError(_failure(recipe, attempts, limits))
-    chosen = next(one for one in attempts if one.recipe == candidate_of(count))
+    chosen = next(attempt for attempt in attempts if attempt.recipe == candidate_of(count))
     attempts.append(attempts.pop(attempts.index(chosen)))
     gate = {"baseline": dict(baseline), "scores": dict(chosen.scores), "max_loss": limits}
-    manifest = _converted(source, target, chosen.recipe, ranges, gate, overwrite)
+    manifest = write_integers(source, target, chosen.recipe, ranges, gate=gate, overwrite=overwrite)
     return GateReport(baseline, limits, tuple(attempts), manifest)
 
 
-def _converted(
-    source: Fp32Export,
-    target: Path,
-    recipe: Recipe,
-    ranges: Mapping[str, Ranges] | None,
-    gate: Mapping[str, Any],
-    overwrite: bool = False,
-) -> Manifest:
-    # Calibration sees values of the two portable graphs, so static schemes leave out the step graph.
-    graphs = source.graphs(step=all(scheme.method != "static" for scheme in recipe.schemes))
-    rewriter = IntegerRewriter(recipe, ranges or {})
-    for part, graph in graphs.items():
-        rewriter.rewrite(graph, "decoder" if part == "step" else part)
-    return source.write(target, graphs, recipe, {"gated": bool(gate), "gate": dict(gate)}, overwrite=overwrite)
-
-
-def _with_integers(recipe: Any) -> Recipe:
-    recipe = as_recipe(recipe)
-    if not recipe.integers or recipe.dtype != "float32":
-        raise InputError(f"recipe must have integers and dtype='float32', got {recipe.name} in {recipe.dtype}.")
-    return recipe
-
-
 def _smallest_exclusion(passes: Callable[[int], bool], most: int) -> int | None:
-    """The smallest count that passes, if larger ones pass too; ``None`` if not even ``most`` does.
-
-    >>> _smallest_exclusion(lambda count: count >= 5, 20), _smallest_exclusion(lambda count: False, 3)
-    (5, None)
-    """
+    """The smallest count that passes, if larger ones pass too; ``None`` if not even ``most`` does."""
     failed, count = -1, 0
     while not passes(count):
         if count == most:
@@ -171,7 +136,7 @@ def _smallest_exclusion(passes: Callable[[int], bool], most: int) -> int | None:
 
 
 def _failure(recipe: Recipe, attempts: list[Attempt], limits: Mapping[str, float]) -> str:
-    closest = min(attempts, key=lambda one: max(one.losses[name] - limits[name] for name in limits))
+    closest = min(attempts, key=lambda attempt: max(attempt.losses[name] - limits[name] for name in limits))
     lost = ", ".join(
         f"{name} {loss:.3g} (allowed {limits[name]:g})"
         for name, loss in closest.losses.items()
@@ -196,3 +161,76 @@ def _scores(score: Score, folder: Path, limits: Mapping[str, float]) -> dict[str
     if not isinstance(scores, Mapping) or not limits.keys() <= scores.keys():
         raise InputError(f"score must return {', '.join(limits)}, which max_loss names, got {scores!r:.200}.")
     return {name: float(value) for name, value in scores.items()}
+
+
+# Scores of texts
+
+
+def text_score(
+    rows: Rows, metric: str = "bleu", *, threads: int | None = None, batch_size: int = 32, progress: bool = False
+) -> Score:
+    """A function from the folder of an export to the score of its greedy outputs, ``{metric: score}``.
+
+    An output is cut at twice the tokens of the longest target. Raises ``InputError`` for an unknown metric or a wrong
+    row, ``MissingPackageError`` if the metric's package is not installed.
+
+    Args:
+        rows: dicts ``{"source", "target"}``, T5's prefix included in the source, or a JSON Lines file of such rows.
+        metric: one of `metrics.ROW_SCORES`.
+
+    >>> from t5accel.graphs.export import export_model
+    >>> rows = [{"source": "translate English to French: I am tired.", "target": "Je suis fatigué."}]
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = export_model("mini", f"{folder}/mini")
+    ...     text_score(rows, "exact_match")(f"{folder}/mini")
+    {'exact_match': 100.0}
+    """
+    examples = scored_rows(rows, [metric])
+    as_count(batch_size, "batch_size", at_least=1)
+
+    def score(folder: str | os.PathLike[str]) -> dict[str, float]:
+        backend, tokenizer = open_for_scores(folder, threads), tokenizer_of(folder)
+        return row_scores(backend, tokenizer, examples, [metric], batch_size=batch_size, progress=progress)
+
+    return score
+
+
+def scored_rows(rows: Rows, metrics: Sequence[str]) -> list[tuple[str, str]]:
+    """Sources and targets, once the metrics can be computed; errors are those of `text_score`."""
+    for metric in metrics:
+        if metric not in ROW_SCORES:
+            raise InputError(f"metric must be one of {', '.join(ROW_SCORES)}, got {metric!r}.")
+        ROW_SCORES[metric](["a"], [["a"]])
+    return read_examples(rows)
+
+
+def row_scores(
+    backend: Backend,
+    tokenizer: Any,
+    examples: Sequence[tuple[str, str]],
+    metrics: Sequence[str],
+    *,
+    max_new_tokens: int | None = None,
+    beams: int = 1,
+    batch_size: int = 32,
+    progress: bool = False,
+) -> dict[str, float]:
+    """The scores of a backend's outputs for these rows, by metric.
+
+    An output has at most ``max_new_tokens``, by default twice the tokens of the longest target.
+    """
+    sources, targets = [source for source, _ in examples], [[target] for _, target in examples]
+    if max_new_tokens is None:
+        mask = tokenizer([target for (target,) in targets], return_tensors="np", padding=True)["attention_mask"]
+        max_new_tokens = 2 * int(mask.sum(axis=1).max())
+    with machine.progress_bar(shown=progress, total=len(sources), desc="scoring", unit="row") as bar:
+        outputs = generate_texts(
+            backend, tokenizer, sources, max_new_tokens=max_new_tokens, num_beams=beams, batch_size=batch_size,
+            on_batch=bar.update,
+        )  # fmt: skip
+    return {metric: ROW_SCORES[metric](outputs, targets) for metric in metrics}
+
+
+def open_for_scores(folder: str | os.PathLike[str], threads: int | None) -> OrtStatic:
+    """Open an export as scores are taken from it: without a shortlist, its files unread."""
+    return OrtStatic(folder, settings=SessionSettings(threads=threads, shortlist=False), verify=False)

@@ -24,15 +24,7 @@ _FILES = {**STACKS, "step": STEP}
 
 @dataclass(frozen=True)
 class Fp32Export:
-    """An fp32 export that is not optimised, the source of conversions.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> from t5accel.graphs.export import export_model
-    >>> with TemporaryDirectory() as folder:
-    ...     _ = export_model("mini", f"{folder}/mini")
-    ...     Fp32Export.read(f"{folder}/mini").graphs().keys()
-    dict_keys(['encoder', 'decoder'])
-    """
+    """An fp32 export that is not optimised, the source of conversions."""
 
     folder: Path
     manifest: Manifest

@@ -1,4 +1,4 @@
-"""The application: routes in front of a scheduler, whose answers come from another thread."""
+"""The HTTP application: routes in front of a scheduler."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from starlette.exceptions import HTTPException
 
 from t5accel.decoding.backend import Backend
 from t5accel.errors import EngineError, T5AccelError
-from t5accel.serve import responses as shapes
-from t5accel.serve.middleware import HTTPError, RequestLimits, ValidationError, error_response, log
+from t5accel.serve import schemas
+from t5accel.serve.middleware import HTTPError, RequestLimits, ValidationError, error_response
+from t5accel.serve.monitoring import log
+from t5accel.serve.request import RequestHandle
 from t5accel.serve.scheduler import ENDS
 from t5accel.serve.schemas import Completion, Generate
-from t5accel.serve.service import Service, timings
+from t5accel.serve.service import Service
 from t5accel.serve.settings import Settings
 
 VERSION = getattr(sys.modules["t5accel"], "__version__", "unknown")  # not imported: the package stands above
@@ -36,16 +38,19 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-def _answer_to(error: BaseException, *, openai: bool = False) -> Response:
-    """Whatever was raised for a request; what is our fault leaves a line in the log, without its words.
+def _timings(handle: RequestHandle) -> dict[str, float | None]:
+    moments = {"queue_s": handle.joined_s, "first_token_s": handle.first_token_s, "total_s": handle.done_s}
+    return {name: None if at is None else round(at - handle.submitted_s, 6) for name, at in moments.items()}
 
-    They might hold what somebody asked. What ends the process is raised again.
-    """
+
+def _refusal(error: BaseException, *, openai: bool = False) -> Response:
+    """The response to an error; one that ends the process is raised."""
     if isinstance(error, (*ENDS, asyncio.CancelledError, GeneratorExit)):
         raise error
     if isinstance(error, ConnectionError) and not isinstance(error, T5AccelError):
         return Response(status_code=499)
     if isinstance(error, EngineError) or not isinstance(error, T5AccelError | HTTPError | ValidationError):
+        # A line in the log without the error's message, which might hold a request's text.
         cause = error.__cause__ or error
         where = (traceback.extract_tb(cause.__traceback__) or [None])[-1]
         place = f"{where.filename}:{where.lineno}" if where else "an unknown place"
@@ -54,12 +59,8 @@ def _answer_to(error: BaseException, *, openai: bool = False) -> Response:
     return error_response(error, openai=openai)
 
 
-def _failed(error: BaseException) -> str:
-    return "event: error\ndata: " + _answer_to(error).body.decode() + "\n\n"
-
-
 async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool], str]) -> Response:
-    """Server-sent events, once the first piece is there: what fails before still has a status of its own."""
+    """Server-sent events; a failure before the first has its own status."""
     first = await anext(pieces)
 
     async def body() -> AsyncIterator[str]:
@@ -68,7 +69,7 @@ async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool
             async for piece in pieces:
                 yield events(*piece)
         except BaseException as error:
-            yield _failed(error)
+            yield "event: error\ndata: " + _refusal(error).body.decode() + "\n\n"
         finally:
             await pieces.aclose()
 
@@ -82,7 +83,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     >>> app = make_app(*open_backend("mini", progress=False)[:2], Settings())
     >>> sorted(path for path in app.openapi()["paths"] if path.startswith("/v1"))
     ['/v1/completions', '/v1/models', '/v1/models/{name}']
-    >>> app.state.service.scheduler.close()
+    >>> app.state.service.close()
     """
     service = Service(backend, tokenizer, settings)
     scheduler, name = service.scheduler, settings.public_name
@@ -109,11 +110,8 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     def post(
         path: str, schema: type[Generate | Completion], shape: type[BaseModel], event: type[BaseModel]
     ) -> Callable[..., Any]:
-        """A route that reads this schema and answers whatever goes wrong as a refusal."""
-        asks = {
-            "content": {"application/json": {"schema": shapes.inlined(schema.model_json_schema())}},
-            "required": True,
-        }
+        """Add a route that reads ``schema``, and answers errors in OpenAI's shape."""
+        content = {"application/json": {"schema": schemas.inlined(schema.model_json_schema())}}
         is_openai = path.startswith("/v1/")
         errors = (400, 404 if is_openai else 422, 408, 413, 415, 429, 500, 503, 504)
 
@@ -122,70 +120,59 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
                 try:
                     body = await request.body()
                     size = len(body) // BYTES
-                    return await answer(await service.beside(schema.model_validate_json, body, size=size), request)
-                except BaseException as error:  # what a tokenizer in Rust raises is no Exception
-                    return _answer_to(error, openai=is_openai)
+                    return await answer(await service.in_worker(schema.model_validate_json, body, size=size), request)
+                except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
+                    return _refusal(error, openai=is_openai)
 
             route.__name__, route.__doc__ = answer.__name__, schema.__doc__
             app.post(
                 path,
-                openapi_extra={"requestBody": asks},
+                openapi_extra={"requestBody": {"content": content, "required": True}},
                 response_model=None,
-                responses=shapes.openapi_responses(shape, *errors, event=event),
+                responses=schemas.openapi_responses(shape, *errors, event=event),
             )(route)
 
         return add
 
-    @post("/generate", Generate, shapes.GenerateResponse, shapes.GenerateEvent)
+    @post("/generate", Generate, schemas.GenerateResponse, schemas.GenerateEvent)
     async def generate(asked: Generate, request: Request) -> Response:
-        tickets = await service.submit(asked)
+        handles = await service.submit(asked)
         if asked.stream:
 
             def events(index: int, piece: str, last: bool) -> str:
-                if not last:
-                    return _event({"index": index, "text": piece})
-                ticket = tickets[index]
-                return _event(
-                    {
-                        "index": index,
-                        "text": piece,
-                        "tokens": len(ticket.tokens),
-                        "ended": ticket.answers[0].ended,
-                        "timings": timings(ticket),
-                    }
-                )
+                event = {"index": index, "text": piece}
+                if last:
+                    handle = handles[index]
+                    event |= {"tokens": len(handle.tokens), "ended": handle.answers[0].ended}
+                    event["timings"] = _timings(handle)
+                return _event(event)
 
-            return await _streamed(service.pieces(tickets, asked), events)
-        await service.answered(tickets, request)
+            return await _streamed(service.pieces(handles, asked), events)
+        await service.wait(handles, request)
         answers = [
             {
-                "texts": await service.texts(ticket.answers, asked),
-                "scores": [answer.score for answer in ticket.answers],
-                "tokens": [len(answer.tokens) for answer in ticket.answers],
-                "ended": [answer.ended for answer in ticket.answers],
-                "source_tokens": len(ticket.job.input_ids),
-                "encoder_reused": ticket.reused,
-                "timings": timings(ticket),
+                "texts": await service.texts(handle.answers, asked),
+                "scores": [answer.score for answer in handle.answers],
+                "tokens": [len(answer.tokens) for answer in handle.answers],
+                "ended": [answer.ended for answer in handle.answers],
+                "source_tokens": len(handle.request.input_ids),
+                "encoder_reused": handle.reused,
+                "timings": _timings(handle),
             }
-            for ticket in tickets
+            for handle in handles
         ]
-        return JSONResponse(
-            {"model": name, "seed": tickets[0].job.seed if asked.do_sample else None, "answers": answers}
-        )
+        seed = handles[0].request.seed if asked.do_sample else None
+        return JSONResponse({"model": name, "seed": seed, "answers": answers})
 
-    @post("/v1/completions", Completion, shapes.CompletionResponse, shapes.CompletionResponse)
+    @post("/v1/completions", Completion, schemas.CompletionResponse, schemas.CompletionResponse)
     async def completions(asked: Completion, request: Request) -> Response:
         if asked.model != name:
-            raise HTTPError(
-                404,
-                f"There is no model {asked.model[:80]!r} here, but {name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"There is no model {asked.model[:80]!r} here, but {name!r}."
+            raise HTTPError(404, message, param="model", code="model_not_found")
         wanted = asked.generate()
-        tickets = await service.submit(wanted)
+        handles = await service.submit(wanted)
         content: dict[str, Any] = {
-            "id": f"cmpl-{service.started_s}-{tickets[0].number}",
+            "id": f"cmpl-{service.started_s}-{handles[0].number}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": name,
@@ -196,18 +183,18 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
             return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
         def usage() -> dict[str, int]:
-            given = sum(len(ticket.job.input_ids) for ticket in tickets)
-            written = sum(len(answer.tokens) for ticket in tickets for answer in ticket.answers)
+            given = sum(len(handle.request.input_ids) for handle in handles)
+            written = sum(len(answer.tokens) for handle in handles for answer in handle.answers)
             return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
 
         if asked.stream:
             with_usage = asked.stream_options is not None and asked.stream_options.include_usage
             nulls = {"usage": None} if with_usage else {}
-            streaming = len(tickets)
+            streaming = len(handles)
 
             def events(index: int, piece: str, last: bool) -> str:
                 nonlocal streaming
-                ended = tickets[index].answers[0].ended if last else None
+                ended = handles[index].answers[0].ended if last else None
                 text = _event({**content, "choices": [choice(index, piece, ended)], **nulls})
                 streaming -= last
                 if not streaming:
@@ -215,45 +202,44 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
                     text += DONE
                 return text
 
-            return await _streamed(service.pieces(tickets, wanted), events)
-        await service.answered(tickets, request)
-        answers = [answer for ticket in tickets for answer in ticket.answers]
+            return await _streamed(service.pieces(handles, wanted), events)
+        await service.wait(handles, request)
+        answers = [answer for handle in handles for answer in handle.answers]
         both = zip(await service.texts(answers, wanted), answers, strict=True)
         choices = [choice(index, text, answer.ended) for index, (text, answer) in enumerate(both)]
         return JSONResponse({**content, "choices": choices, "usage": usage()})
 
     model = {"id": name, "object": "model", "created": service.started_s, "owned_by": "t5accel"}
 
-    def get(*paths: str, shape: type[BaseModel], **more: Any) -> Callable[..., Any]:
+    def get(
+        *paths: str, shape: type[BaseModel] | None, errors: tuple[int, ...] = (), **more: Any
+    ) -> Callable[..., Any]:
         def add(answer: Callable[..., Any]) -> None:
             for path in paths:
-                app.get(path, response_model=None, responses=shapes.openapi_responses(shape, **more))(answer)
+                responses = schemas.openapi_responses(shape, *errors, **more)
+                app.get(path, response_model=None, responses=responses)(answer)
 
         return add
 
-    @get("/v1/models", shape=shapes.ModelList)
+    @get("/v1/models", shape=schemas.ModelList)
     async def models() -> Any:
         """List the model that is served."""
         return {"object": "list", "data": [model]}
 
-    @app.get(
-        "/v1/models/{name:path}", response_model=None, responses=shapes.openapi_responses(shapes.ModelCard, 404, 422)
-    )
+    @get("/v1/models/{name:path}", shape=schemas.ModelCard, errors=(404, 422))
     async def one_model(name: str) -> Any:
         """Describe the model of this name."""
-        return (
-            model
-            if name == model["id"]
-            else error_response(HTTPError(404, "There is no such model.", code="model_not_found"))
-        )
+        if name == model["id"]:
+            return model
+        return error_response(HTTPError(404, "There is no such model.", code="model_not_found"))
 
-    @get("/health/live", shape=shapes.Alive, unavailable=True)
+    @get("/health/live", shape=schemas.Alive, is_open=True)
     async def live() -> Response:
         """Whether the engine works; 503: restart the server."""
         alive = scheduler.is_alive and scheduler.busy_s() < settings.unhealthy_after_s
         return JSONResponse({"alive": alive}, 200 if alive else 503)
 
-    @get("/health/ready", "/health", shape=shapes.Ready, unavailable=True)
+    @get("/health/ready", "/health", shape=schemas.Ready, is_open=True)
     async def ready() -> Response:
         """Whether to send requests here, and the load; 503: not now."""
         is_ready = scheduler.is_open and scheduler.is_alive
@@ -266,28 +252,27 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         }
         return JSONResponse(load, 200 if is_ready else 503)
 
-    @get("/version", shape=shapes.Version)
+    @get("/version", shape=schemas.Version)
     async def version() -> Any:
         """The version of t5accel."""
         return {"version": VERSION}
 
-    @get("/", shape=shapes.About)
+    @get("/", shape=schemas.About)
     async def about() -> Any:
         """What this server is, and its routes."""
         return {"name": "t5accel", "version": VERSION, "model": name, "routes": routes()}
 
     @app.get("/docs", response_model=None, include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(shapes.page(app.openapi()), headers={"Content-Security-Policy": CLOSED})
+        return HTMLResponse(schemas.page(app.openapi()), headers={"Content-Security-Policy": CLOSED})
 
     @app.exception_handler(HTTPException)
-    async def other(request: Request, error: HTTPException) -> Response:
-        """Of a path or a method that there is not."""
+    async def unknown_route(request: Request, error: HTTPException) -> Response:
         found = HTTPError(error.status_code, f"{error.detail}. The routes are {', '.join(routes())}.")
         found.headers = dict(error.headers or {})
         return error_response(found)
 
-    @app.get("/metrics", response_class=Response, responses=shapes.openapi_responses(None))
+    @app.get("/metrics", response_class=Response, responses=schemas.openapi_responses(None))
     async def metrics() -> Response:
         """The counters, for Prometheus."""
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")

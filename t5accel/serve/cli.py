@@ -43,13 +43,12 @@ class SettingsCommand(TyperCommand):
     """A command with one option for each field of the server's `Settings`."""
 
     def get_params(self, ctx: typer.Context) -> list[Any]:
-        """The options, made at their first use: `t5accel --help` needs no package of the server."""
-        if not self.params:
+        if not self.params:  # made at their first use: `t5accel --help` needs no package of the server
             self.params = _setting_options()
         return super().get_params(ctx)
 
     def invoke(self, ctx: typer.Context) -> Any:
-        """Hand on the given options only: the environment and the defaults are read by the settings."""
+        # Only the given options: the settings read the environment and the defaults.
         ctx.obj = {name: value for name, value in ctx.params.items() if value is not None}
         ctx.params = {}
         return super().invoke(ctx)

@@ -12,15 +12,11 @@ import numpy as np
 from t5accel.decoding.backend import Source
 from t5accel.serve.running_batch import GreedySequence, RunningBatch, RunningSequence
 
-MOST_STEPS = 8  # between two looks of the host at a device's tokens
-CHUNK_S = 0.02  # that they may take: newcomers wait for so long
+MAX_STEPS = 8  # between two readings of a device's tokens
+MAX_CHUNK_S = 0.02  # of these steps: newcomers wait that long
 PATIENCE = 256  # steps in shapes that are larger than needed, before rows move to a smaller one
-LENGTH, TOKEN, SHORTEST, SOURCE = range(4)  # what the host knows of each row; the device is told the first three
+LENGTH, TOKEN, SHORTEST, SOURCE = range(4)  # of each row's column in the table; the device gets the first three
 IDLE = np.array([[0], [0], [-1], [0]])
-
-
-def _idle(rows: int) -> np.ndarray:
-    return np.tile(IDLE, rows)
 
 
 def _place(parts: Sequence[RunningSequence], rows: np.ndarray) -> None:
@@ -31,11 +27,15 @@ def _place(parts: Sequence[RunningSequence], rows: np.ndarray) -> None:
         begin = end
 
 
-class DeviceRunningBatch:
-    """A `RunningBatch` on a device: several steps per call, over the rows of ``backend.in_flight()``.
+def _is_greedy(part: RunningSequence) -> bool:
+    return type(part.writer) is GreedySequence  # and no SampledSequence
 
-    The load decides the number of steps: one with few rows, so that no stream waits; up to `MOST_STEPS` within
-    `CHUNK_S` with many. Samples and beams need the host after each step: with any of them, all rows take one.
+
+class DeviceRunningBatch:
+    """A `RunningBatch` with several steps per call, over the rows of ``backend.in_flight()``.
+
+    With few rows it takes one step, so that no stream waits; with many up to `MAX_STEPS` within `MAX_CHUNK_S`. Samples
+    and beams need the host after each step: with any of them, all rows take one.
 
     >>> from t5accel.backends.torch_static import TorchStatic
     >>> from t5accel.models.load import load_model
@@ -56,28 +56,25 @@ class DeviceRunningBatch:
         self.logit_steps = self.token_steps = 0
         self._positions = getattr(backend, "positions", None) or math.inf
         self._clock, self._step_s = clock, 0.0
-        self._table = _idle(0)
-        self._too_large = 0  # steps in a row that a smaller shape would have done for
+        self._table = np.tile(IDLE, 0)
+        self._oversized_steps = 0  # in a row, for which a smaller shape is enough
 
     def warm(self, rows: int) -> None:
         """Capture the graphs for up to this many rows of short requests."""
         self._device.warm(rows)
-        self._table = _idle(self._device.shape[0])
+        self._table = np.tile(IDLE, self._device.shape[0])
 
     def add(self, source: Source, parts: Sequence[RunningSequence]) -> None:
         """Start sequences; ``encoder`` must have encoded the source."""
         count = sum(part.writer.rows for part in parts)
         self._fit(rows=self.rows + count, source=source.width, ahead=1)
         where = np.flatnonzero(self._table[SOURCE] == 0)[:count]
-        self._device.admit(where, source)
-        self._table[LENGTH, where], self._table[SOURCE, where] = 0, source.width
-        self.rows += count
-        greedy = [type(part.writer) is GreedySequence for part in parts]
-        sizes = [part.writer.rows for part in parts]
-        shortest = [part.writer.shortest if one else -1 for part, one in zip(parts, greedy, strict=True)]
-        self._table[TOKEN, where] = np.repeat([part.writer.start for part in parts], sizes)
-        self._table[SHORTEST, where] = np.repeat(shortest, sizes)
+        self._device.add_sources(where, source)
         _place(parts, where)
+        for part in parts:
+            shortest = part.writer.shortest if _is_greedy(part) else -1
+            self._table[:, part.rows] = [[0], [part.writer.start], [shortest], [source.width]]
+        self.rows += count
         self.parts += parts
 
     def remove(self, parts: Sequence[RunningSequence]) -> None:
@@ -97,30 +94,30 @@ class DeviceRunningBatch:
 
         An error of the backend is raised and leaves the batch unchanged.
         """
-        others = [part for part in self.parts if type(part.writer) is not GreedySequence]
+        greedy = [part for part in self.parts if _is_greedy(part)]
+        others = [part for part in self.parts if not _is_greedy(part)]
         count = 1 if others else self._count()
         self._fit(rows=self.rows, source=1, ahead=count)
-        first = [part for part in self.parts if type(part.writer) is GreedySequence and not part.writer.tokens]
+        first = [part for part in greedy if not part.writer.tokens]
         forced = [(int(part.rows[0]), part.writer.forced) for part in first if part.writer.forced is not None]
         began = self._clock()
         found = self._device.run(self._table[:SOURCE], count, tuple(zip(*forced, strict=True)) or ((), ()))
-        self._learn((self._clock() - began) / count)
+        self._update_step_time((self._clock() - began) / count)
         self._table[LENGTH, self._table[SOURCE] > 0] += count
         self.steps, self.tokens = count, 0
         self._table[TOKEN] = found[:, -1]
         for row, token in forced if count == 1 else ():
             self._table[TOKEN, row] = token
         tokens = found.tolist()
-        for part in self.parts:
-            if type(part.writer) is GreedySequence:
-                before = part.writer.missing
-                try:
-                    part.writer.append_all(tokens[part.rows[0]])
-                except (KeyboardInterrupt, SystemExit):
-                    raise
-                except BaseException as error:  # of its stopping criterion; a panic of a Rust library is no Exception
-                    part.error = error
-                self.tokens += before - part.writer.missing
+        for part in greedy:
+            before = part.writer.missing
+            try:
+                part.writer.append_all(tokens[part.rows[0]])
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # of its stopping criterion; a panic of a Rust library is no Exception
+                part.error = error
+            self.tokens += before - part.writer.missing
         if others:
             self._advance(others)
             self.logit_steps += 1
@@ -133,60 +130,53 @@ class DeviceRunningBatch:
         self.tokens += rows.size
         logits, order = self._device.logits(rows), np.arange(self._table.shape[1])
         for part in parts:
-            its_own, logits = logits[: part.rows.size], logits[part.rows.size :]
+            part_logits, logits = logits[: part.rows.size], logits[part.rows.size :]
             try:
-                self._table[TOKEN, part.rows], order[part.rows] = part.advanced(its_own)
+                self._table[TOKEN, part.rows], order[part.rows] = part.advanced(part_logits)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # this one's fault alone
+            except BaseException as error:  # the others go on
                 part.error = error
         moved = np.flatnonzero(order != np.arange(order.size))
         if moved.size:
             try:
-                self._device.branch(moved, order[moved])
+                self._device.reorder_sources(moved, order[moved])
             except Exception as error:
                 for part in parts:
                     if np.isin(part.rows, moved).any():
                         part.error = error
 
     def _count(self) -> int:
-        """Steps before the host reads tokens."""
-        count = min(MOST_STEPS, max(1, self.rows // 4), max(part.writer.missing for part in self.parts))
+        count = min(MAX_STEPS, max(1, self.rows // 4), max(part.writer.missing for part in self.parts))
         # A row that ends within these steps goes on to their end: not into larger buffers, nor beyond all positions.
         room = min(self._device.shape[2], self._positions) - int(self._table[LENGTH].max())
         count = min(count, room) if room > 0 else 1
-        return max(1, min(count, int(CHUNK_S / self._step_s))) if self._step_s else count
+        return max(1, min(count, int(MAX_CHUNK_S / self._step_s))) if self._step_s else count
 
-    def _learn(self, step_s: float) -> None:
+    def _update_step_time(self, step_s: float) -> None:
         # The shortest recent step: a pause of the host is not the device's time.
         old = self._step_s
         self._step_s = step_s if not old or step_s < old else old + 0.1 * (step_s - old)
 
     def _fit(self, rows: int, source: int, ahead: int) -> None:
-        """Fit the buffers to the rows, the source tokens and the steps ahead."""
         longest = int(self._table[LENGTH].max(initial=0)) + ahead
         wanted = self._device.shape_for(rows, max(source, int(self._table[SOURCE].max(initial=0))), longest)
         held = self._device.shape
         fits = all(new <= old for new, old in zip(wanted, held, strict=True))
-        self._too_large = self._too_large + ahead if fits and wanted != held and self.rows else 0
-        if fits and self.rows and self._too_large < PATIENCE:
+        self._oversized_steps = self._oversized_steps + ahead if fits and wanted != held and self.rows else 0
+        if fits and self.rows and self._oversized_steps < PATIENCE:
             return
         if wanted != held:
             kept = np.concatenate([part.rows for part in self.parts]) if self.parts else np.empty(0, dtype=np.int64)
             self._device.fit(wanted, kept)
-            table = _idle(wanted[0])
+            table = np.tile(IDLE, wanted[0])
             table[:, : kept.size] = self._table[:, kept]
-            self._table, self._too_large = table, 0
+            self._table, self._oversized_steps = table, 0
             _place(self.parts, np.arange(kept.size))
 
 
 def running_batch(backend: Any, rows: int) -> RunningBatch | DeviceRunningBatch:
-    """The running batch for a backend, warmed for ``rows`` rows.
-
-    >>> from types import SimpleNamespace
-    >>> type(running_batch(SimpleNamespace(), rows=8)).__name__
-    'RunningBatch'
-    """
+    """The running batch for a backend, warmed for ``rows`` rows."""
     if not hasattr(backend, "in_flight"):
         return RunningBatch(backend)
     batch = DeviceRunningBatch(backend)

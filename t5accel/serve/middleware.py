@@ -1,7 +1,6 @@
-"""What every request passes before the application sees it: key, size and time. And how every refusal looks.
+"""Middleware with the limits of requests, and the shape of errors."""
 
-An ASGI server hands on what a client sends as slowly as it comes and as much as it is. Here both have their limits.
-"""
+# An ASGI server hands on what a client sends as slowly as it comes and as much as it is. Here both have their limits.
 
 from __future__ import annotations
 
@@ -15,26 +14,25 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from t5accel import errors
-from t5accel.serve.metrics import Metrics
+from t5accel.serve.monitoring import Metrics, log, open_log
 from t5accel.serve.settings import Settings, is_loopback
 
-log = logging.getLogger("t5accel.serve")
-open_log = logging.getLogger("t5accel.serve.open")  # what needs no key: few lines a second of it
-
-OPEN = ("/docs",)  # the same of every server, and a browser sends no key
+OPEN = ("/docs",)  # equal for every server, and a browser sends no key
 HEALTH = ("/health", "/health/live", "/health/ready")
-STATUS: dict[type[Exception], int] = {
-    errors.InputError: 422,
-    errors.QueueFullError: 429,
-    errors.DeadlineError: 504,
-    errors.ShuttingDownError: 503,
-    errors.CancelledError: 499,
-    errors.EngineError: 500,
+# The status of each error, and headers. After a shutdown another server may answer; this one waits for nobody.
+STATUS: dict[type[Exception], tuple[int, dict[str, str]]] = {
+    errors.InputError: (422, {}),
+    errors.QueueFullError: (429, {}),
+    errors.DeadlineError: (504, {}),
+    errors.ShuttingDownError: (503, {"Retry_After": "1", "Connection": "close"}),
+    errors.CancelledError: (499, {}),
+    errors.EngineError: (500, {}),
 }
+TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # of errors; others by the class of their status
 
 
 class HTTPError(Exception):
-    """An answer that is a refusal, with its status and, where one field is to blame, that field."""
+    """An error with its status and the field to blame."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str):
         super().__init__(message)
@@ -43,51 +41,34 @@ class HTTPError(Exception):
 
 
 def error_response(error: BaseException, *, openai: bool = False) -> JSONResponse:
-    """Any error in the shape that OpenAI's clients read; of one that nobody foresaw, nothing but its type.
+    """Any error in OpenAI's shape; an unexpected one without its message.
 
     For ``openai`` bad values are 400, as OpenAI's clients expect, a source that is too long among them.
 
     >>> error_response(errors.QueueFullError("Full.", 7)).headers["retry-after"]
     '7'
     """
-    if isinstance(error, ValidationError):
-        error = _first_of(error)
+    if isinstance(error, ValidationError):  # pydantic's first finding, without the given value
+        found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = ".".join(map(str, found["loc"]))[:80] or None
+        error = HTTPError(422, f"{name or 'The body'}: {found['msg']}.", param=name)
     if not isinstance(error, HTTPError):
-        status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
-        headers = {"Retry_After": str(error.retry_after_s)} if isinstance(error, errors.QueueFullError) else {}
-        if isinstance(error, errors.ShuttingDownError):  # another server may answer; this one waits for nobody
-            headers = {"Retry_After": "1", "Connection": "close"}
+        status, headers = next((STATUS[kind] for kind in STATUS if isinstance(error, kind)), (500, {}))
+        if isinstance(error, errors.QueueFullError):
+            headers = {"Retry_After": str(error.retry_after_s)}
         message = str(error) if type(error) in STATUS else f"Unexpected {type(error).__name__}."
         error = HTTPError(status, message, **headers)
     status, param = error.status, error.param
     if openai:
-        status, param = 400 if status in (413, 422) else status, "prompt" if param == "text" else param
-    kind = (
-        "server_error"
-        if status >= 500
-        else {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
-    )
+        status = 400 if status in (413, 422) else status
+        param = "prompt" if param == "text" else param
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     content = {"message": str(error), "type": kind, "param": param, "code": error.code}
     return JSONResponse({"error": content}, status, headers=error.headers)
 
 
-def _first_of(error: ValidationError) -> HTTPError:
-    """What pydantic found first, without what was given."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    name = ".".join(map(str, found["loc"]))[:80] or None
-    return HTTPError(422, f"{name or 'The body'}: {found['msg']}.", param=name)
-
-
 class RequestLimits:
-    """ASGI middleware around the application.
-
-    Health is answered to everybody, and before a body is read.
-
-    Args:
-        app: what is guarded.
-        settings: the limits, the key, and under which names the server is known.
-        metrics: counts responses.
-    """
+    """ASGI middleware around the application. Health is answered without a key, before a body is read."""
 
     def __init__(self, app: Any, settings: Settings, metrics: Metrics):
         self.app, self.settings, self.metrics = app, settings, metrics
@@ -121,7 +102,7 @@ class RequestLimits:
                     body = await self._body(head, receive)
             except HTTPError as error:
                 response, told = error_response(error), open_log
-                response.headers["Connection"] = "close"  # what is left of the body would be read as the next request
+                response.headers["Connection"] = "close"  # the rest of the body would be read as the next request
                 await response(scope, receive, sent)
             else:
                 await self.app(scope, _replayed(body, receive), sent)
@@ -134,7 +115,7 @@ class RequestLimits:
             told.log(level, "%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)
 
     def _check_head(self, scope: Any, head: dict[bytes, bytes]) -> None:
-        """All that can be refused before any body is read."""
+        """Raise for everything that can be refused before a body is read."""
         host = head.get(b"host")
         own = (scope.get("server") or ("",))[0]  # the address of the socket; of an application under test its client's
         if self._hosts is not None and host is not None and _name_in(host) not in {*self._hosts, own}:
@@ -170,7 +151,6 @@ class RequestLimits:
 
 
 def _replayed(body: bytes, receive: Any) -> Any:
-    """``receive`` once more from the start."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Any:
@@ -180,11 +160,7 @@ def _replayed(body: bytes, receive: Any) -> Any:
 
 
 def _name_in(host: bytes) -> str:
-    """A Host header without its port.
-
-    >>> _name_in(b"[::1]:8000"), _name_in(b"LOCALHOST.:80"), _name_in(b"127.0.0.1")
-    ('::1', 'localhost', '127.0.0.1')
-    """
+    """A Host header without its port."""
     name = host.decode("latin-1").lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]
@@ -192,5 +168,5 @@ def _name_in(host: bytes) -> str:
 
 
 def _route(scope: Any) -> str:
-    """The route's pattern: what a client wrote as a path is a text of its own."""
+    # The pattern: a client's own path may hold any text.
     return getattr(scope.get("route"), "path", "unknown")

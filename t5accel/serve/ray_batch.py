@@ -1,74 +1,108 @@
-"""Shards of a batch job on a Ray cluster: a pool of actors that each hold the model, through which Ray Data streams.
+"""Batch jobs on a Ray cluster, by actors that answer shards."""
 
-Only descriptions of shards travel. An actor reads its rows and writes its file itself, so that memory does not grow
-with the data, and a job goes on by the same files and manifest as on one machine. Ray's own checkpoints are not used:
-in our trials they saved nothing (``CheckpointConfig`` of ray 2.60, on a local disk).
-"""
+# Only descriptions of shards travel. An actor reads its rows and writes its file itself, so that memory does not grow
+# with the data, and a job resumes by the same files and manifest as on one machine. Ray's own checkpoints are not used:
+# in our trials they saved nothing (``CheckpointConfig`` of ray 2.60, on a local disk).
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from t5accel import machine
 from t5accel.checks import is_number
-from t5accel.errors import InputError, JobError, T5AccelError
+from t5accel.errors import ClusterError, InputError, JobError, MissingPackageError, T5AccelError, install
 from t5accel.serve.batch.generate import BatchGenerator
 from t5accel.serve.batch.job import Job, Shard, process_shard
-from t5accel.serve.batch.output import ShardRecord
-from t5accel.serve.ray_cluster import connected, cores_for
+from t5accel.serve.batch.output import RESUME, ShardRecord
 
+OBJECTS = 200 << 20  # bytes for what travels between processes of one machine: descriptions and answers, no data
 WINDOW = 1000  # shards that Ray is handed at a time
 BEAT_S = 1.0
 
 
-class Heartbeat:
-    """Counts signs of life, in a process of its own: an actor that is dead or stuck gives none.
+@contextmanager
+def connected(address: str | None = None) -> Iterator[Any]:
+    """Yield the module ``ray``, connected to a cluster or to one started here.
 
-    >>> heartbeat = Heartbeat()
-    >>> heartbeat.beat()
-    >>> heartbeat.beats()
-    1
+    The latter has the cores that this process may use, and ends with the block. A program's own connection is kept.
+    ``ClusterError``: no cluster answers, or none can be started. ``MissingPackageError``: ray is not installed.
+
+    >>> with connected("127.0.0.1:1") as ray: pass
+    Traceback (most recent call last):
+    t5accel.errors.ClusterError: No cluster of Ray answers at '127.0.0.1:1': Connection refused
     """
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if port.isdigit():  # Ray itself ends the process if nobody answers
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            raise ClusterError(f"No cluster of Ray answers at {address!r}: {error.strerror or error}") from error
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingPackageError(f"The engine ray needs Ray: {install('ray')}.") from error
+    if ray.is_initialized():
+        yield ray
+        return
+    here = {} if address else dict(num_cpus=machine.cpu_threads(), include_dashboard=False, object_store_memory=OBJECTS)
+    try:
+        ray.init(address=address or "local", logging_level="error", log_to_driver=False, **here)
+    except Exception as error:  # of many kinds
+        where = f"answers at {address!r}" if address else "could be started"
+        why = str(error).strip().partition("\n")[0]
+        token = " If it wants a token, set RAY_AUTH_MODE=token." if address else ""
+        raise ClusterError(f"No cluster of Ray {where}: {why.rstrip('.'):.300}.{token}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def workers_for(ray: Any, count: int, threads: int, address: str | None) -> int:
+    """How many workers of ``threads`` threads the cluster has cores for now."""
+    found = int(ray.cluster_resources().get("CPU", 0)) // threads
+    if found < count and not address:  # other clusters may grow, and are waited for
+        cores = machine.cpu_threads()
+        raise InputError(f"threads must leave cores for {count} workers, got {threads} with {cores} cores. Give fewer.")
+    return max(found, 1)
+
+
+class Heartbeat:
+    """Counts signs of life of actors, in a separate process."""
 
     def __init__(self) -> None:
         self._beats = 0
 
     def beat(self) -> None:
-        """One more."""
+        """Count one."""
         self._beats += 1
 
     def beats(self) -> int:
-        """So far."""
+        """The count."""
         return self._beats
 
 
 class Actor:
-    """Holds the model, and does shards.
-
-    Args:
-        job: whose model it opens, with the first shard.
-        beat: is called when something was done, but not more often than once a second.
-
-    >>> from t5accel.serve.batch.job import Model, Settings
-    >>> from t5accel.serve.batch.output import Output
-    >>> actor = Actor(Job(Model(), Settings(), Output("out"), {}), lambda: None)
-    >>> actor({"shard": []})
-    {'made': []}
-    """
+    """A worker that answers shards, with a heartbeat at most every second."""
 
     def __init__(self, job: Job, beat: Callable[[], Any]):
         self.job, self._beat, self._next_s = job, beat, 0.0
         self._answer: BatchGenerator | None = None
 
     def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, list[bytes]]:
-        """Ray Data's batches: pickled shards -> the record of each, or the error that was raised on purpose."""
+        """Map pickled shards to pickled records or errors."""
         return {"made": [pickle.dumps(self._made(pickle.loads(shard))) for shard in batch["shard"]]}
 
     def _made(self, shard: Shard) -> ShardRecord | T5AccelError:
@@ -76,7 +110,7 @@ class Actor:
             if self._answer is None:
                 self._answer, found = self.job.model.open(self.job.settings)
                 if found != self.job.what:
-                    raise InputError(f"Where an actor runs the model is another one: {found}, here {self.job.what}.")
+                    raise InputError(f"The model of an actor must be {self.job.what}, got {found}. Give all the same.")
                 self._alive()
             return process_shard(self._answer, self.job.settings, self.job.output, shard, self._alive)
         except T5AccelError as error:
@@ -97,24 +131,15 @@ def on_ray(
     address: str | None = None,
     stuck_s: float = 600.0,
 ) -> Iterator[ShardRecord]:
-    """An engine of `serve.batch.job.run`: all shards, by as many actors as the cluster has cores for.
+    """Engine of `job.run`: shards in any order, by actors of the model's threads (default 1) on all cores.
 
-    Args:
-        job: with ``threads`` of each actor, by default 1.
-        pending: done in any order.
-        answer: of this process; given up.
-        on_batch: told of every shard.
-        address: of a cluster, whose machines have t5accel, and see input, output and model under the same paths; by
-            default one is started here, and ends with the job.
-        stuck_s: when nothing was heard of any actor for so long, the job ends: a pool may wait for a dead one for ever.
-
-    Raises:
-        MissingPackageError, ClusterError: as of `ray_session.connected`.
-        JobError, InputError: as of `job.process_shard`, wherever it was raised; or Ray gave up, or is stuck.
+    The machines of a cluster at ``address`` must have t5accel, and see input, output and model under the same paths.
+    ``JobError``: Ray gave up, or no actor gave a sign of life for ``stuck_s`` seconds: a pool may wait for a dead one
+    for ever. Raises also as `connected` and `process_shard`.
     """
-    del answer
+    del answer  # an actor opens its own
     if not is_number(stuck_s) or stuck_s <= 0:
-        raise InputError(f"stuck_s is {stuck_s!r}; give seconds above 0.")
+        raise InputError(f"stuck_s must be seconds above 0, got {stuck_s!r}.")
     if not pending:
         return
     threads = job.model.threads or 1
@@ -125,7 +150,7 @@ def on_ray(
 
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # which the import has set
         data.DataContext.get_current().enable_progress_bars = False
-        most = cores_for(ray, 1, threads, address)
+        most = workers_for(ray, 1, threads, address)
         heartbeat = ray.remote(num_cpus=0, max_restarts=-1)(Heartbeat).remote()
         for first in range(0, len(shards), WINDOW):
             items = [{"shard": pickle.dumps(shard)} for shard in shards[first : first + WINDOW]]
@@ -154,7 +179,6 @@ def _beats(ray: Any, heartbeat: Any) -> int | None:
 
 
 def _watched(rows: Iterable[Any], beats: Callable[[], int | None], stuck_s: float) -> Iterator[Any]:
-    """Rows as they come. When none comes and there is no sign of life for so long, ``JobError``."""
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def read() -> None:
@@ -166,7 +190,7 @@ def _watched(rows: Iterable[Any], beats: Callable[[], int | None], stuck_s: floa
             found.put(error)
 
     threading.Thread(target=read, name="t5accel-rows", daemon=True).start()
-    heard, count, goes_on = time.monotonic(), None, "What is done is kept, and the same command goes on."
+    heard, count = time.monotonic(), None
     while True:
         try:
             row = found.get(timeout=BEAT_S)
@@ -175,12 +199,12 @@ def _watched(rows: Iterable[Any], beats: Callable[[], int | None], stuck_s: floa
             if new is not None and new != count:
                 heard, count = now, new
             elif now - heard > stuck_s:
-                raise JobError(f"Nothing was heard of any actor for {now - heard:.0f} s. {goes_on}") from None
+                raise JobError(f"Nothing was heard of any actor for {now - heard:.0f} s. {RESUME}") from None
             continue
         if row is None:
             return
         if isinstance(row, BaseException):
             why = str(row).strip().splitlines() or [""]
-            raise JobError(f"Ray gave up ({type(row).__name__}: {why[-1]:.300}). {goes_on}") from row
+            raise JobError(f"Ray gave up ({type(row).__name__}: {why[-1]:.300}). {RESUME}") from row
         heard = time.monotonic()
         yield row

@@ -1,8 +1,7 @@
-"""Router in front of replicas: it checks requests, and Ray Serve chooses the replica.
+"""A router in front of replicas, of which Ray Serve chooses one."""
 
-A request goes to a replica as a whole: when the replica dies before any of the response was sent, another one gets the
-same request. A stream that has begun ends with an event that tells the client to send the request again.
-"""
+# A request goes to a replica as a whole: when the replica dies before any of the response was sent, another one gets
+# the same request. A stream that has begun ends with an event that tells the client to send the request again.
 
 from __future__ import annotations
 
@@ -15,14 +14,18 @@ from typing import Any
 
 from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serve.batch.job import Model
-from t5accel.serve.logs import configure
-from t5accel.serve.metrics import Metrics
-from t5accel.serve.middleware import HTTPError, RequestLimits, error_response, log
-from t5accel.serve.ray_cluster import connected, cores_for
+from t5accel.serve.middleware import HTTPError, RequestLimits, error_response
+from t5accel.serve.monitoring import Metrics, configure, log
+from t5accel.serve.ray_batch import connected, workers_for
 from t5accel.serve.server import bound, checked, create_app, run_server
+from t5accel.serve.service import disconnected
 from t5accel.serve.settings import Settings
 
 Message = dict[str, Any]
+TRIES = 3  # a request that kills its replica must not kill all of them
+PAUSE_S = 0.2  # before a retry: others know by then that the replica is dead
+READY_S = 5.0  # for any replica to say that it is ready
+TRAVELS = ("method", "path", "raw_path", "query_string", "headers", "http_version")
 
 
 class Replica:
@@ -42,7 +45,7 @@ class Replica:
         self._service = self._app.state.service
 
     async def __call__(self, request: Message, body: bytes) -> AsyncIterator[Message]:
-        """Yield the application's ASGI messages; a reader that stops counts as a client that disconnected."""
+        """Yield the application's ASGI messages; closing the iterator disconnects."""
         self._service.loop = asyncio.get_running_loop()
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         given, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
@@ -65,7 +68,7 @@ class Replica:
             gone.set()
 
     def check_health(self) -> None:
-        """Raise if the engine is dead or stuck: Ray Serve then replaces the replica."""
+        """Raise if the engine is dead or stuck; Ray Serve replaces it."""
         scheduler = self._service.scheduler
         if not scheduler.is_alive or scheduler.busy_s() >= self._stuck_s:
             raise EngineError(f"The engine's thread has ended, or is at one step for {scheduler.busy_s():.0f} s.")
@@ -73,12 +76,6 @@ class Replica:
     def __del__(self) -> None:
         if service := getattr(self, "_service", None):
             service.close()
-
-
-TRIES = 3  # a request that kills its replica must not kill all of them
-PAUSE_S = 0.2  # before a request is asked again: others know by then that the replica is dead
-READY_S = 5.0  # for any replica to say that it is ready
-TRAVELS = ("method", "path", "raw_path", "query_string", "headers", "http_version")
 
 
 class ReplicaLostError(Exception):
@@ -89,32 +86,17 @@ class Router:
     """ASGI application that hands requests to replicas and retries lost ones.
 
     ``ask(request, body)`` yields the response's messages; it raises ``ReplicaLostError`` if the request may be retried.
-
-    >>> async def answer(request: Message, body: bytes) -> AsyncIterator[Message]:
-    ...     tried.append(request["path"])
-    ...     if len(tried) < 3:
-    ...         raise ReplicaLostError
-    ...     yield {"type": "http.response.start", "status": 200, "headers": []}
-    ...     yield {"type": "http.response.body", "body": b"here", "more_body": False}
-    >>> async def receive() -> Message:
-    ...     return given.pop() if given else await asyncio.sleep(9)
-    >>> async def send(message: Message) -> None: print(message.get("status", message.get("body")))
-    >>> tried, given = [], [{"type": "http.request"}]
-    >>> scope = {"type": "http", "method": "GET", "path": "/generate", "headers": []}
-    >>> asyncio.run(Router(answer)(scope, receive, send))
-    200
-    b'here'
-    >>> tried
-    ['/generate', '/generate', '/generate']
     """
 
     waiting = 0
 
     def __init__(self, ask: Callable[[Message, bytes], AsyncIterator[Message]]):
-        self._ask, self._is_open, self.running, self.metrics = ask, True, 0, Metrics()
+        self._ask, self._is_open = ask, True
+        self.running = 0
+        self.metrics = Metrics()
 
     def drain(self, grace_s: float) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         self._is_open = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -123,7 +105,7 @@ class Router:
                 await send({"type": message["type"] + ".complete"})
             await send({"type": "lifespan.shutdown.complete"})
             return
-        body = (await receive()).get("body", b"")  # whole: the guard has read it
+        body = (await receive()).get("body", b"")  # whole: the middleware has read it
         if scope["path"] == "/health/live":
             await _say(send, 200, b'{"alive":true}')
         elif scope["path"] == "/metrics":
@@ -139,8 +121,8 @@ class Router:
                 self.running -= 1
 
     async def _answer(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
-        work = asyncio.ensure_future(self._answered(scope, body, receive, send))
-        gone = asyncio.ensure_future(_disconnect(receive))
+        work = asyncio.ensure_future(self._try_replicas(scope, body, receive, send))
+        gone = asyncio.ensure_future(disconnected(receive))
         limit = READY_S if scope["path"] in ("/health", "/health/ready") else None
         await asyncio.wait({work, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
@@ -153,7 +135,7 @@ class Router:
         else:
             await work
 
-    async def _answered(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
+    async def _try_replicas(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
         request, began, ended = {name: scope[name] for name in TRAVELS if name in scope}, None, False
         for tried in range(TRIES):
             await asyncio.sleep(PAUSE_S * tried)
@@ -175,8 +157,8 @@ class Router:
                 lost = isinstance(error, ReplicaLostError)
                 if lost:
                     log.warning("a replica was lost with a request to %s: %s", request["path"], error)
-                if began == {}:  # of more than one message are streams alone
-                    event = b"event: error\ndata: " + error_response(_again() if lost else error).body + b"\n\n"
+                if began == {}:  # only streams have more than one message
+                    event = b"event: error\ndata: " + error_response(_lost() if lost else error).body + b"\n\n"
                     await send({"type": "http.response.body", "body": event, "more_body": False})
                     return
                 if not lost:
@@ -184,12 +166,12 @@ class Router:
                     return
             finally:
                 await messages.aclose()
-        await error_response(_again())(scope, receive, send)
+        await error_response(_lost())(scope, receive, send)
 
 
-def _again() -> HTTPError:
-    what = "The replica that was at this request was lost: send it again."
-    return HTTPError(503, what, code="replica_lost", Retry_After="1")
+def _lost() -> HTTPError:
+    message = "The replica that was at this request was lost: send it again."
+    return HTTPError(503, message, code="replica_lost", Retry_After="1")
 
 
 async def _say(send: Any, status: int, body: bytes, kind: bytes = b"application/json") -> None:
@@ -197,12 +179,7 @@ async def _say(send: Any, status: int, body: bytes, kind: bytes = b"application/
     await send({"type": "http.response.body", "body": body})
 
 
-async def _disconnect(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _asked_of(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator[Message]]:
+def _asking(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator[Message]]:
     from ray.serve.exceptions import BackPressureError, RayServeException
 
     async def ask(request: Message, body: bytes) -> AsyncIterator[Message]:
@@ -224,27 +201,24 @@ def _asked_of(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator
 
 
 def serve(settings: Settings) -> None:
-    """Start replicas, each with ``settings.threads`` threads (default 1), and serve until SIGTERM or SIGINT.
+    """Start replicas of ``settings.threads`` threads (default 1), and serve until SIGTERM or SIGINT.
 
-    All machines of a cluster must have t5accel installed and see the model under the same path.
-
-    Raises:
-        MissingPackageError, ClusterError: Ray is missing, or there is no cluster.
-        InputError: there are too few cores, or ``replicas_min`` exceeds ``replicas``; else as `server.serve`.
+    All machines of a cluster must have t5accel installed and see the model under the same path. Raises as `connected`
+    and `server.serve`, and ``InputError`` for too few cores.
     """
     configure(settings.log_level, settings.log_format)
     checked(settings)
     threads, least, most = settings.threads or 1, settings.replicas_min, settings.replicas
     if least > most:
-        raise InputError(f"replicas_min is {least} and replicas, the most that there may be, is {most}: raise it.")
+        raise InputError(f"replicas_min must be at most replicas, {most}, got {least}. Raise --replicas.")
     settings = settings.model_copy(update={"model": Model(settings.model).absolute().name, "threads": threads})
     sockets = bound(settings)
-    create_app(settings).state.service.close()  # what is wrong with it is said here, and its export is made
+    create_app(settings).state.service.close()  # raises here what replicas would raise, and makes the export
     name = f"t5accel-{socket.gethostname()}-{settings.port or os.getpid()}"
     with connected(settings.address) as ray:
         from ray import serve
 
-        cores_for(ray, least, threads, settings.address)
+        workers_for(ray, least, threads, settings.address)
         deployment = serve.deployment(Replica).options(
             name="Replica",
             ray_actor_options={"num_cpus": threads},
@@ -264,7 +238,7 @@ def serve(settings: Settings) -> None:
             why = str(error).strip().partition("\n")[0]
             raise ClusterError(f"No replica could be started: {why:.300}") from error
         try:
-            front = Router(_asked_of(handle.options(stream=True), ray))
+            front = Router(_asking(handle.options(stream=True), ray))
             run_server(RequestLimits(front, settings, front.metrics), front, settings, sockets)
         finally:
             serve.delete(name)

@@ -1,4 +1,4 @@
-"""A validated generation request, its result, and the handle of a submitted request."""
+"""A generation request, its result, and the handle of a submitted request."""
 
 from __future__ import annotations
 
@@ -19,36 +19,25 @@ MOST_PRIORITY = 1_000_000
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One source and its generation options, named as in `greedy`, `beam_search` and `sample`.
-
-    Attributes:
-        input_ids: (S,) integers without padding.
-        seed: the same request draws the same tokens, whatever else runs.
-        num_return_sequences: the best of the beams, or the number of samples.
-        deadline_s: seconds from submission to the complete result.
-        stream: whether the handle gets each token. Not for beams.
-        stopping_criterion: called with the tokens after each new one; ``True`` ends the result. Not for beams.
-
-    Raises:
-        InputError: a value is wrong, or two contradict each other.
+    """One source and its options, named as in `greedy` and `beam_search`.
 
     >>> GenerationRequest([100, 200, 1], num_beams=2).rows
     2
     """
 
-    input_ids: Any
+    input_ids: Any  # (S,) integers without padding
     max_new_tokens: int = 64
     min_new_tokens: int | None = None
     num_beams: int = 1
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     sampling: SamplingParams | None = None
-    seed: int = 0
-    num_return_sequences: int = 1
+    seed: int = 0  # the same request draws the same tokens, whatever else runs
+    num_return_sequences: int = 1  # the best of the beams, or the number of samples
     priority: int = 0
-    deadline_s: float | None = None
-    stream: bool = False
-    stopping_criterion: Callable[[Sequence[int]], bool] | None = None
+    deadline_s: float | None = None  # from submission to the complete result
+    stream: bool = False  # whether the handle gets each token
+    stopping_criterion: Callable[[Sequence[int]], bool] | None = None  # asked after each token; True ends the result
     forced_bos_token_id: int | None = None
     decoder_start_token_id: int | None = None
 
@@ -57,27 +46,27 @@ class GenerationRequest:
             as_count(getattr(self, name), name, at_least=least)
         as_count(self.priority, "priority", at_least=-MOST_PRIORITY)
         if self.priority > MOST_PRIORITY:
-            raise InputError(f"priority is {self.priority}; give {-MOST_PRIORITY} … {MOST_PRIORITY}.")
+            raise InputError(f"priority must be {-MOST_PRIORITY} … {MOST_PRIORITY}, got {self.priority}.")
         object.__setattr__(self, "input_ids", np.array(as_integers(self.input_ids, "input_ids", rank=1)))
         if self.deadline_s is not None and not (is_number(self.deadline_s) and 0 < self.deadline_s < 1e9):
-            raise InputError(f"deadline_s is {self.deadline_s!r}; give seconds, more than 0, or None.")
+            raise InputError(f"deadline_s must be seconds above 0, or None, got {self.deadline_s!r}.")
         if self.sampling is not None and not isinstance(self.sampling, SamplingParams):
             raise InputError(
-                f"sampling is {self.sampling!r:.80}; give a SamplingParams, or None for the likeliest tokens."
+                f"sampling must be a SamplingParams, or None for greedy search, got {self.sampling!r:.80}."
             )
         if self.sampling is not None and self.num_beams > 1:
-            raise InputError("sampling and num_beams are given: tokens are drawn, or beams are searched.")
+            raise InputError(f"num_beams must be 1 with sampling, got {self.num_beams}. Leave one of them out.")
         if self.sampling is None and self.num_return_sequences > self.num_beams:
             raise InputError(
-                f"num_return_sequences is {self.num_return_sequences}: give at most num_beams, {self.num_beams}, or a "
-                "sampling."
+                f"num_return_sequences must be at most num_beams, {self.num_beams}, without sampling, got "
+                f"{self.num_return_sequences}."
             )
-        if self.stream and (self.num_beams > 1 or self.num_return_sequences > 1):
-            raise InputError(
-                "stream is for one answer without beams: which of several beams wins is not certain before the end."
-            )
-        if self.stopping_criterion is not None and self.num_beams > 1:
-            raise InputError("stop is for answers without beams: set num_beams to 1, or leave stop out.")
+        # Which of several beams wins is not certain before the end.
+        for name, given in (("stream", self.stream), ("stop", self.stopping_criterion)):
+            if given and self.num_beams > 1:
+                raise InputError(f"num_beams must be 1 with {name}, got {self.num_beams}. Leave one of them out.")
+        if self.stream and self.num_return_sequences > 1:
+            raise InputError(f"num_return_sequences must be 1 with stream, got {self.num_return_sequences}.")
 
     @property
     def bounds(self) -> dict[str, int | None]:
@@ -87,53 +76,46 @@ class GenerationRequest:
 
     @property
     def rows(self) -> int:
-        """Rows that the request takes in the batch."""
+        """Rows in the batch."""
         return self.num_return_sequences if self.sampling is not None else self.num_beams
+
+    @property
+    def most_tokens(self) -> int:
+        """Upper bound of the work: source and new tokens, times rows."""
+        return self.rows * (len(self.input_ids) + self.max_new_tokens)
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """One generated sequence, with its end token, and its score for beams.
-
-    ``ended``: by an end token or the stopping criterion, not by the maximum length.
-    """
+    """One generated sequence, with its end token, and its score for beams."""
 
     tokens: list[int]
-    ended: bool
+    ended: bool  # by an end token or the stopping criterion, not by the maximum length
     score: float | None = None
 
 
 @dataclass(eq=False)
 class RequestHandle:
-    """Handle to a submitted request; filled in by the engine's thread, readable from any.
+    """A submitted request; filled in by the engine's thread, readable from any.
 
-    Attributes:
-        submitted_s, deadline_s, joined_s, first_token_s, done_s: times of the scheduler's clock; ``None``: not reached.
-        reused: whether the encoder output came from the cache.
-        tokens: so far, if the request streams.
-        answers: best first, when done.
-        listener: called by the engine's thread at every update; it must return soon and not raise.
-        next_event_at: earliest time of the next stream event.
-
-    >>> ticket = RequestHandle(GenerationRequest([5, 1]), number=1, submitted_s=0.0)
-    >>> ticket.cancel()
-    >>> ticket.is_cancelled, ticket.is_done
-    (True, False)
+    Times are those of the scheduler's clock; ``None``: not reached.
     """
 
-    job: GenerationRequest
+    request: GenerationRequest
     number: int
     submitted_s: float
     deadline_s: float | None = None
+    sequences: Sequence[Any] = field(default=(), repr=False)  # one for each result, or the K beams as one
     joined_s: float | None = None
     first_token_s: float | None = None
     done_s: float | None = None
-    reused: bool = False
-    tokens: list[int] = field(default_factory=list)
-    answers: list[GenerationResult] = field(default_factory=list)
+    reused: bool = False  # the encoder output came from the cache
+    tokens: list[int] = field(default_factory=list)  # so far, if the request streams
+    answers: list[GenerationResult] = field(default_factory=list)  # best first, when done
     error: Exception | None = None
+    # Called by the engine's thread at every update; it must return soon and not raise.
     listener: Callable[[], None] | None = field(default=None, repr=False)
-    next_event_at: float = field(default=-math.inf, repr=False)
+    next_event_at: float = field(default=-math.inf, repr=False)  # earliest time of the next stream event
     is_cancelled: bool = False
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
 
@@ -142,20 +124,14 @@ class RequestHandle:
         """Whether there are results or an error."""
         return self._done.is_set()
 
-    def is_over(self, now: float) -> bool:
-        """Whether the request was cancelled or its deadline has passed."""
-        return self.is_cancelled or (self.deadline_s is not None and now >= self.deadline_s)
-
     def cancel(self) -> None:
         """Free the request's rows at the next step."""
         self.is_cancelled = True
 
     def result(self, timeout_s: float | None = None) -> list[GenerationResult]:
-        """Wait for the results.
+        """Wait for the results, or raise the request's error.
 
-        Raises:
-            DeadlineError, CancelledError, ShuttingDownError, EngineError: the request failed.
-            TimeoutError: not done within ``timeout_s``; the request continues.
+        ``TimeoutError``: not done within ``timeout_s``; the request continues.
         """
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"Request {self.number} is not done after {timeout_s} s.")
@@ -172,6 +148,6 @@ class RequestHandle:
         """The error of a cancelled or late request."""
         if self.is_cancelled:
             return CancelledError(f"Request {self.number} was cancelled.")
-        if self.is_over(now):
-            return DeadlineError(f"Request {self.number} was not done within its {self.job.deadline_s:g} s.")
+        if self.deadline_s is not None and now >= self.deadline_s:
+            return DeadlineError(f"Request {self.number} was not done within its {self.request.deadline_s:g} s.")
         return None

@@ -1,4 +1,4 @@
-"""Continuous batching: requests join a running batch between two steps and leave it when they end.
+"""Continuous batching: requests join a running batch between two steps.
 
 A request's tokens never depend on its neighbours, except where rounding breaks a near-tie: the last bits of a logit
 may differ, and with products rounded to 8 bits ("int8", "int4") one of their steps.
@@ -17,50 +17,41 @@ from typing import Any
 import numpy as np
 
 from t5accel.decoding.backend import Backend, Source
+from t5accel.decoding.beam import BeamTopK
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.request import GenerationInputs
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
-from t5accel.decoding.topk import BeamTopK
 from t5accel.errors import EngineError, ShuttingDownError
+from t5accel.precision.recipes import recipe_from_json
 from t5accel.serve.device_batch import running_batch
 from t5accel.serve.limits import (
     COLUMNS,
     EncoderLatency,
     KVCacheBytes,
     SchedulerLimits,
-    head_start_s,
     length_bucket,
     needs_unbatched_encoding,
-    size_with,
-    tokens_of,
 )
 from t5accel.serve.request import GenerationRequest, RequestHandle
-from t5accel.serve.running_batch import GreedySequence, RunningSequence, sequences_for
+from t5accel.serve.running_batch import GreedySequence, RunningSequence, Writer, sequences_for
 
 Observe = Callable[[str, float], None]
-RECENT = 64  # finished jobs by which the rate is measured
+RECENT = 64  # finished requests by which the rate is measured
 LONGEST_RETRY_S = 120
-ENDS = (KeyboardInterrupt, SystemExit)  # any other exception is of one request, also those that are no `Exception`
+HEAD_START_S = 10.0  # of the highest priority: bounded, so that no request starves
+ENDS = (KeyboardInterrupt, SystemExit)  # any other exception concerns one request, even one that is no `Exception`
 
 
 class Scheduler:
     """Serves requests from any thread on one backend.
 
     With ``add_sources`` or ``in_flight`` of the backend requests join a running batch; else `static_reason` says
-    why not.
+    why not. ``observe`` is called by the engine's thread with a name and a number, such as ``("first_token_s", 0.02)``;
+    ``notify`` after a step with the handles that have new tokens or an end (default: calls their listeners). With
+    ``thread=False`` the caller runs `step`.
 
-    Args:
-        observe: called by the engine's thread with a name and a number, such as ``("first_token_s", 0.02)``.
-        notify: called after a step with the handles that have new tokens or an end. Default: calls their listeners.
-        thread: ``False``: the caller runs `step`.
-
-    Attributes:
-        encoded, reused: sources that were encoded, and those found in the encoder cache.
-        longest_stall_s: the longest wait of running rows for new sources to be encoded.
-
-    Raises:
-        InputError: results would depend on the rest of the batch ("int8-dynamic"), the model's ``generation_config``
-            is not supported, or the smallest request exceeds ``key_value_bytes``.
+    ``InputError``: results would depend on the rest of the batch ("int8-dynamic"), the model's ``generation_config`` is
+    not supported, or the smallest request exceeds ``key_value_bytes``.
 
     >>> class Counter:  # a toy backend whose next token is the last one plus one, and 8 is the end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 8, 0
@@ -70,8 +61,8 @@ class Scheduler:
     ...     def select_sources(self, state, sources): state[:] = [state[i] for i in sources]
     ...     def step(self, state, input_ids): return np.eye(9, dtype=np.float32)[input_ids + 1]
     >>> with Scheduler(Counter()) as scheduler:
-    ...     tickets = [scheduler.submit(GenerationRequest([5, 1], max_new_tokens=count)) for count in (3, 20)]
-    ...     [answer.tokens for ticket in tickets for answer in ticket.result()]
+    ...     handles = [scheduler.submit(GenerationRequest([5, 1], max_new_tokens=count)) for count in (3, 20)]
+    ...     [answer.tokens for handle in handles for answer in handle.result()]
     [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8]]
     """
 
@@ -80,35 +71,43 @@ class Scheduler:
         backend: Backend,
         limits: SchedulerLimits | None = None,
         *,
-        observe: Observe | None = None,
+        observe: Observe = lambda name, value: None,
         notify: Callable[[Sequence[RequestHandle]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         thread: bool = True,
     ):
         getattr(backend, "rules", NO_CONSTRAINTS).require_supported()
+        self.backend = backend
         self.limits = limits or SchedulerLimits()
-        self.backend, self._alone = backend, needs_unbatched_encoding(backend)
+        recipe = getattr(getattr(backend, "manifest", None), "recipe", None)
+        self._encodes_alone = bool(recipe) and needs_unbatched_encoding(recipe_from_json(recipe))
         self._batch = running_batch(backend, self.limits.rows)
         self._encoder: Any = self._batch.encoder
         if all(hasattr(backend, name) for name in ("split", "join", "source_bytes", "fingerprint")):
             self._encoder = EncoderCache(backend, max_bytes=self.limits.encoder_cache_bytes)
-        static = f"static batches, as {type(backend).__name__} has no admit(): requests wait for the running batch"
-        self.static_reason = "" if self._batch.joins_running else static
-        self.key_value_bytes, self._pace = KVCacheBytes(self._batch.encoder), EncoderLatency()
-        self.limits.check(GenerationRequest([0], max_new_tokens=1), self.key_value_bytes)
+        self.static_reason = ""
+        if not self._batch.joins_running:
+            name = type(backend).__name__
+            self.static_reason = f"static batches, as {name} has no add_sources(): requests wait for the running batch"
+        self._key_value_bytes = KVCacheBytes(self._batch.encoder)
+        self.limits.check(GenerationRequest([0], max_new_tokens=1), self._key_value_bytes)
+        self._pace = EncoderLatency()
         self._continuations = BeamTopK(backend.vocab_size)
-        self._observe = observe or (lambda name, value: None)
-        self._notify = notify or _notify_listeners
-        self._clock = clock
-        self._changed = threading.Condition()  # guards what follows
+        self._observe, self._notify, self._clock = observe, notify or _notify_listeners, clock
+        self._changed = threading.Condition()  # guards the queue and the end
         self._queue: list[tuple[tuple[float, int], RequestHandle]] = []  # sorted: the older, after head starts
-        self._is_open, self._ends_at, self._submitted = True, math.inf, 0
-        self._running: dict[RequestHandle, list[RunningSequence]] = {}  # of the engine's thread alone, as all below
+        self._submitted = 0
+        self.is_open = True  # new requests are accepted
+        self._ends_at = math.inf
+        # Below: written by the engine's thread alone.
+        self._running: dict[RequestHandle, list[RunningSequence]] = {}
         self._joins_from_s = -math.inf
         self._finished: deque[float] = deque(maxlen=RECENT)
         self._updates: dict[int, RequestHandle] = {}
-        self.encoded = self.reused = self.failures = 0
-        self.longest_stall_s = 0.0
+        self.encoded = 0  # sources
+        self.reused = 0  # sources found in the encoder cache
+        self.failures = 0  # rounds in which the backend raised
+        self.longest_stall_s = 0.0  # the longest wait of running rows for new sources to be encoded
         self._began_s: float | None = None  # when the current step began
         self._thread = threading.Thread(target=self._run, name="t5accel-engine", daemon=True) if thread else None
         if self._thread:
@@ -118,7 +117,7 @@ class Scheduler:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.close(grace_s=0)
+        self.close()
 
     @property
     def waiting(self) -> int:
@@ -142,11 +141,6 @@ class Scheduler:
         return [found[row] for row in sorted(found)]
 
     @property
-    def is_open(self) -> bool:
-        """Whether new requests are accepted."""
-        return self._is_open
-
-    @property
     def is_alive(self) -> bool:
         """Whether the engine's thread is running."""
         return self._thread is not None and self._thread.is_alive()
@@ -156,46 +150,51 @@ class Scheduler:
         began = self._began_s
         return 0.0 if began is None else self._clock() - began
 
-    def submit(self, job: GenerationRequest) -> RequestHandle:
+    def submit(self, request: GenerationRequest) -> RequestHandle:
         """Queue one request; see `submit_all`."""
-        return self.submit_all([job])[0]
+        return self.submit_all([request])[0]
 
-    def submit_all(self, jobs: Sequence[GenerationRequest]) -> list[RequestHandle]:
+    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[RequestHandle]:
         """Queue all requests or none.
 
-        Raises:
-            InputError: a request does not fit the model or the limits, or all together exceed the queue.
-            QueueFullError: the queue is full; the error says when to retry.
-            ShuttingDownError: no more requests are accepted.
+        ``InputError``: a request does not fit the model or the limits, or all together exceed the queue.
+        ``QueueFullError`` says when to retry. ``ShuttingDownError``: no more requests are accepted.
         """
-        for job in jobs:
-            self._check(job)
+        sequences = [self._sequences(request) for request in requests]
         with self._changed:
-            self._require_place(len(jobs), sum(map(tokens_of, jobs)))
-            tickets = []
-            for job in jobs:
+            self._require_place(len(requests), sum(request.most_tokens for request in requests))
+            handles = []
+            for request, of_request in zip(requests, sequences, strict=True):
                 now = self._clock()
                 self._submitted += 1
-                deadline = None if job.deadline_s is None else now + job.deadline_s
-                ticket = RequestHandle(job, self._submitted, now, deadline)
-                place = (now - head_start_s(job.priority), ticket.number)
-                bisect.insort(self._queue, (place, ticket), key=lambda entry: entry[0])
-                tickets.append(ticket)
+                deadline = None if request.deadline_s is None else now + request.deadline_s
+                handle = RequestHandle(request, self._submitted, now, deadline, of_request)
+                head_start_s = HEAD_START_S * request.priority / (1 + abs(request.priority))
+                bisect.insort(self._queue, ((now - head_start_s, handle.number), handle), key=lambda entry: entry[0])
+                handles.append(handle)
             self._changed.notify_all()
-        return tickets
+        return handles
 
-    def require_place(self, job: GenerationRequest, count: int) -> None:
+    def require_place(self, request: GenerationRequest, count: int) -> None:
         """Raise as `submit_all` does for ``count`` requests of at least this size."""
-        self._check(job)
-        self._require_place(count, count * tokens_of(job))
+        self._sequences(request)
+        self._require_place(count, count * request.most_tokens)
 
-    def _require_place(self, jobs: int, tokens: int) -> None:
-        if not self._is_open:
+    def _sequences(self, request: GenerationRequest) -> list[Writer]:
+        ids = request.input_ids
+        GenerationInputs.checked(self.backend, ids[None], np.ones_like(ids)[None], **request.bounds)
+        self.limits.check(request, self._key_value_bytes)
+        return sequences_for(self.backend, request, self._continuations)
+
+    def _require_place(self, requests: int, tokens: int) -> None:
+        if not self.is_open:
             raise ShuttingDownError("The server is shutting down and takes no more requests.")
-        self.limits.require_place([ticket.job for _, ticket in list(self._queue)], jobs, tokens, self.retry_after_s)
+        self.limits.require_place(
+            [handle.request for _, handle in list(self._queue)], requests, tokens, self.retry_after_s
+        )
 
     def retry_after_s(self) -> int:
-        """Estimated seconds until a place in the queue is free, from the rate of finished requests."""
+        """Estimated seconds until the queue has a place."""
         times = list(self._finished)
         if len(times) < 2 or times[-1] <= times[0]:
             return 1
@@ -203,14 +202,14 @@ class Scheduler:
         return min(max(1, math.ceil(len(self._queue) / rate)), LONGEST_RETRY_S)
 
     def drain(self, grace_s: float) -> None:
-        """Accept no more requests; fail those that are not done within ``grace_s`` seconds."""
+        """Accept no more requests; fail unfinished ones after ``grace_s`` seconds."""
         with self._changed:
-            self._is_open, self._ends_at = False, min(self._ends_at, self._clock() + grace_s)
+            self.is_open, self._ends_at = False, min(self._ends_at, self._clock() + grace_s)
             self._changed.notify_all()
 
-    def close(self, grace_s: float = 0.0) -> None:
-        """Drain, and wait for the engine's thread to end."""
-        self.drain(grace_s)
+    def close(self) -> None:
+        """Fail all requests, and wait for the engine's thread to end."""
+        self.drain(0)
         if self._thread:
             self._thread.join()
 
@@ -237,40 +236,38 @@ class Scheduler:
             while True:
                 with self._changed:
                     while not (self._queue or self._running):
-                        if not self._is_open:
+                        if not self.is_open:
                             return
                         self._changed.wait()
                 self.step()
         except BaseException as error:  # of `notify`, or the interpreter ends: nobody may wait for ever
             with self._changed:
-                self._is_open, waiting, self._queue = False, self._queue, []
-            for ticket in [*self._running, *(ticket for _, ticket in waiting)]:
-                ticket.finish(self._clock(), error=EngineError(f"The engine's thread has ended: {error!r:.200}"))
+                self.is_open, waiting, self._queue = False, self._queue, []
+            for handle in [*self._running, *(handle for _, handle in waiting)]:
+                handle.finish(self._clock(), error=EngineError(f"The engine's thread has ended: {error!r:.200}"))
             self._running = {}
             raise
 
-    def _check(self, job: GenerationRequest) -> None:
-        ids = job.input_ids
-        GenerationInputs.checked(self.backend, ids[None], np.ones_like(ids)[None], **job.bounds)
-        self.limits.check(job, self.key_value_bytes)
-        sequences_for(self.backend, job, self._continuations)
-
     def _evict(self, now: float) -> None:
         """Fail cancelled and late requests; after the grace period all."""
-        ended = now >= self._ends_at
-        with self._changed:
-            leaving = [entry for entry in self._queue if ended or entry[1].is_over(now)]
-            if leaving:
-                self._queue = [entry for entry in self._queue if entry not in leaving]
-        over = [ticket for ticket in self._running if ended or ticket.is_over(now)]
-        for ticket in [*(entry[1] for entry in leaving), *over]:
-            late = ShuttingDownError("The server was shut down before this request was done.")
-            self._fail(ticket, ticket.cancellation_error(now) or late)
+        late = ShuttingDownError("The server was shut down before this request was done.")
 
-    def _fail(self, ticket: RequestHandle, error: Exception) -> None:
-        parts = self._running.pop(ticket, [])
-        ticket.finish(self._clock(), error=error)
-        self._updates[ticket.number] = ticket
+        def error_of(handle: RequestHandle) -> Exception | None:
+            return handle.cancellation_error(now) or (late if now >= self._ends_at else None)
+
+        with self._changed:
+            waiting = [handle for _, handle in self._queue]
+            errors = {handle: error for handle in waiting if (error := error_of(handle))}
+            if errors:
+                self._queue = [entry for entry in self._queue if entry[1] not in errors]
+        errors |= {handle: error for handle in self._running if (error := error_of(handle))}
+        for handle, error in errors.items():
+            self._fail(handle, error)
+
+    def _fail(self, handle: RequestHandle, error: Exception) -> None:
+        parts = self._running.pop(handle, [])
+        handle.finish(self._clock(), error=error)
+        self._updates[handle.number] = handle
         self._observe(type(error).__name__, 1)
         self._batch.remove([part for part in parts if part in self._batch.parts])
 
@@ -278,8 +275,8 @@ class Scheduler:
         self.failures += 1
         running, self._running = self._running, {}
         self._batch.clear()
-        for ticket in running:
-            self._fail(ticket, _engine_error(error))
+        for handle in running:
+            self._fail(handle, _engine_error(error))
 
     def _admit(self) -> None:
         were_running, started = bool(self._running), self._clock()
@@ -288,26 +285,19 @@ class Scheduler:
         chosen = self._choose()
         if not chosen:
             return
-        for together in self._encoded_together(chosen):
-            try:
-                self._join(together)
-            except ENDS:
-                raise
-            except BaseException as error:
-                self.failures += 1
-                for ticket in together if len(together) == 1 else []:
-                    self._fail(ticket, _engine_error(error))
-                for ticket in together if len(together) > 1 else []:  # perhaps one of them is to blame
-                    try:
-                        self._join([ticket])
-                    except ENDS:
-                        raise
-                    except BaseException as its_own:
-                        self._fail(ticket, _engine_error(its_own))
+        for handles in self._encoded_together(chosen):
+            if (error := self._join(handles)) is None:
+                continue
+            self.failures += 1
+            if len(handles) == 1:
+                self._fail(handles[0], _engine_error(error))
+                continue
+            for handle in handles:  # perhaps one of them is to blame
+                if (error := self._join([handle])) is not None:
+                    self._fail(handle, _engine_error(error))
         stall = self._clock() - started
-        self._joins_from_s = (
-            started + stall + min(stall / self.limits.prefill_share - stall, self.limits.max_prefill_stall_s)
-        )
+        pause = min(stall / self.limits.prefill_share - stall, self.limits.max_prefill_stall_s)
+        self._joins_from_s = started + stall + pause
         if were_running:
             self.longest_stall_s = max(self.longest_stall_s, stall)
             self._observe("stall_s", stall)
@@ -319,76 +309,77 @@ class Scheduler:
         chosen: list[RequestHandle] = []
         lengths: dict[int, list[int]] = {}  # of the sources to encode, by the group that is padded together
         size = 0, 0, 0  # rows, the longest source and the longest answer
-        for ticket in self._running:
-            size = size_with(size, ticket.job)
+        for handle in self._running:
+            size = _size_with(size, handle.request)
         with self._changed:
             while self._queue:
-                ticket = self._queue[0][1]
-                if not self._fits(size := size_with(size, ticket.job)):
+                handle = self._queue[0][1]
+                if not self._fits(size := _size_with(size, handle.request)):
                     break
-                ticket.reused = self._is_cached(ticket)
-                if self._running and not ticket.reused:
-                    length = len(ticket.job.input_ids)
-                    new = {**lengths, _alike(length): [*lengths.get(_alike(length), []), length]}
+                handle.reused = self._is_cached(handle)
+                if self._running and not handle.reused:
+                    group, length = _padding_group(handle), len(handle.request.input_ids)
+                    new = {**lengths, group: [*lengths.get(group, []), length]}
                     # Of sources whose time is not known yet one is tried, alone.
                     seconds = sum(len(of) * self._pace.seconds(max(of)) for of in new.values())
                     if lengths and seconds > self.limits.max_prefill_stall_s:
                         break
                     lengths = new
-                chosen.append(ticket)
+                chosen.append(handle)
                 del self._queue[0]
         return chosen
 
     def _fits(self, size: tuple[int, int, int]) -> bool:
         most = self.limits.key_value_bytes
-        return size[0] <= self.limits.rows and (most is None or self.key_value_bytes(*size) <= most)
+        return size[0] <= self.limits.rows and (most is None or self._key_value_bytes(*size) <= most)
 
-    def _is_cached(self, ticket: RequestHandle) -> bool:
-        ids = ticket.job.input_ids[None]
+    def _is_cached(self, handle: RequestHandle) -> bool:
+        ids = handle.request.input_ids[None]
         return isinstance(self._encoder, EncoderCache) and self._encoder.holds(ids, np.ones_like(ids))[0]
 
-    def _encoded_together(self, tickets: Sequence[RequestHandle]) -> list[list[RequestHandle]]:
+    def _encoded_together(self, handles: list[RequestHandle]) -> list[list[RequestHandle]]:
         if not self._batch.joins_running:
-            return [list(tickets)]
-        if self._alone:
-            return [[ticket] for ticket in tickets]
-        by_length: dict[int, list[RequestHandle]] = {}
-        for ticket in tickets:
-            by_length.setdefault(_alike(len(ticket.job.input_ids)), []).append(ticket)
-        return list(by_length.values())
+            return [handles]
+        if self._encodes_alone:
+            return [[handle] for handle in handles]
+        groups: dict[int, list[RequestHandle]] = {}
+        for handle in handles:
+            groups.setdefault(_padding_group(handle), []).append(handle)
+        return list(groups.values())
 
-    def _join(self, tickets: Sequence[RequestHandle]) -> None:
-        source = self._encode(tickets)
-        joined = self._clock()
-        parts = {
-            ticket: [
-                RunningSequence(writer, ticket)
-                for writer in sequences_for(self.backend, ticket.job, self._continuations)
-            ]
-            for ticket in tickets
-        }
-        self._batch.add(source, [part for of_one in parts.values() for part in of_one])
+    def _join(self, handles: list[RequestHandle]) -> BaseException | None:
+        """Encode sources and add their rows; return the error, if any."""
+        try:
+            source = self._encode(handles)
+            joined = self._clock()
+            parts = {handle: [RunningSequence(one, handle) for one in handle.sequences] for handle in handles}
+            self._batch.add(source, [part for of_one in parts.values() for part in of_one])
+        except ENDS:
+            raise
+        except BaseException as error:  # the batch is unchanged
+            return error
         self._running.update(parts)
-        for ticket in tickets:
-            ticket.joined_s = joined
-            self._observe("queue_s", joined - ticket.submitted_s)
+        for handle in handles:
+            handle.joined_s = joined
+            self._observe("queue_s", joined - handle.submitted_s)
+        return None
 
-    def _encode(self, tickets: Sequence[RequestHandle]) -> Source:
+    def _encode(self, handles: Sequence[RequestHandle]) -> Source:
         """Encode the sources once each, repeated for every row of their request."""
-        if self._alone and len(tickets) > 1:
-            return self.backend.join([self._encode([ticket]) for ticket in tickets])
-        rows = [ticket.job.input_ids for ticket in tickets for _ in range(ticket.job.rows)]
+        if self._encodes_alone and len(handles) > 1:
+            return self.backend.join([self._encode([handle]) for handle in handles])
+        rows = [handle.request.input_ids for handle in handles for _ in range(handle.request.rows)]
         mask = (np.arange(max(map(len, rows))) < np.array([len(row) for row in rows])[:, None]).astype(np.int64)
         ids = np.full(mask.shape, self.backend.pad_token_id)
         ids[mask == 1] = np.concatenate(rows)
         started, missed = self._clock(), getattr(self._encoder, "misses", 0)
         captures = getattr(self._encoder, "captures", 0)
         source = self._encoder.encode(ids, mask)
-        encoded = self._encoder.misses - missed if isinstance(self._encoder, EncoderCache) else len(tickets)
+        encoded = self._encoder.misses - missed if isinstance(self._encoder, EncoderCache) else len(handles)
         if encoded and captures == getattr(self._encoder, "captures", 0):  # a graph is captured once
             self._pace.learn(mask.shape[1], encoded, self._clock() - started)
         self.encoded += encoded
-        self.reused += len(tickets) - encoded
+        self.reused += len(handles) - encoded
         return source
 
     def _decode(self) -> None:
@@ -404,33 +395,38 @@ class Scheduler:
         now = self._clock()
         self._observe("step_s", (now - started) / self._batch.steps)
         self._observe("tokens", self._batch.tokens)
-        for ticket, parts in self._running.items():
-            if ticket.first_token_s is None:
-                ticket.first_token_s = now
-                self._observe("first_token_s", now - ticket.submitted_s)
-            if ticket.job.stream and isinstance(writer := parts[0].writer, GreedySequence):
-                ticket.tokens.extend(writer.tokens[len(ticket.tokens) :])
-                self._updates[ticket.number] = ticket
+        for handle, parts in self._running.items():
+            if handle.first_token_s is None:
+                handle.first_token_s = now
+                self._observe("first_token_s", now - handle.submitted_s)
+            if handle.request.stream and isinstance(writer := parts[0].writer, GreedySequence):
+                handle.tokens.extend(writer.tokens[len(handle.tokens) :])
+                self._updates[handle.number] = handle
         self._batch.remove(ended)
-        for ticket in {part.owner: None for part in ended}:
-            parts = self._running[ticket]
-            errors = [part.error for part in parts if part.error is not None]
-            if errors:
+        for handle in {part.owner: None for part in ended}:
+            parts = self._running[handle]
+            error = next((part.error for part in parts if part.error is not None), None)
+            if error is not None:
                 self.failures += 1
-                self._fail(ticket, _engine_error(errors[0]))
+                self._fail(handle, _engine_error(error))
             elif all(part.writer.is_done for part in parts):
-                del self._running[ticket]
+                del self._running[handle]
                 answers = [answer for part in parts for answer in part.writer.answers()]
-                ticket.finish(now, answers)
+                handle.finish(now, answers)
                 self._finished.append(now)
-                self._updates[ticket.number] = ticket
-                self._observe("total_s", now - ticket.submitted_s)
+                self._updates[handle.number] = handle
+                self._observe("total_s", now - handle.submitted_s)
                 self._observe("finished", 1)
 
 
-def _alike(length: int) -> int:
+def _size_with(size: tuple[int, int, int], request: GenerationRequest) -> tuple[int, int, int]:
+    rows, source, new = size
+    return rows + request.rows, max(source, len(request.input_ids)), max(new, request.max_new_tokens)
+
+
+def _padding_group(handle: RequestHandle) -> int:
     # Sources are padded together up to 64 tokens, or if at least half as long.
-    return length_bucket(max(COLUMNS, length))
+    return length_bucket(max(COLUMNS, len(handle.request.input_ids)))
 
 
 def _engine_error(error: BaseException) -> EngineError:
@@ -439,7 +435,7 @@ def _engine_error(error: BaseException) -> EngineError:
     return found
 
 
-def _notify_listeners(tickets: Sequence[RequestHandle]) -> None:
-    for ticket in tickets:
-        if ticket.listener is not None:
-            ticket.listener()
+def _notify_listeners(handles: Sequence[RequestHandle]) -> None:
+    for handle in handles:
+        if handle.listener is not None:
+            handle.listener()

@@ -1,10 +1,13 @@
-"""Request schemas, and the jobs that requests become. Unknown fields are refused."""
+"""Request and response schemas, and the OpenAPI description of the routes."""
+
+# Unknown fields of requests are refused; responses are not validated.
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,9 +17,18 @@ from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
 from t5accel.errors import InputError
 from t5accel.serve.middleware import HTTPError
 from t5accel.serve.request import GenerationRequest
-from t5accel.serve.stops import MAX_STOP_CHARACTERS, MAX_STOPS
 
-_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_HANDED_ON = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "length_penalty",
+    "early_stopping",
+    "num_return_sequences",
+    "priority",
+    "stream",
+)
 
 
 class _Asked(BaseModel):
@@ -27,29 +39,29 @@ class _Asked(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _first_mistakes(cls, given: Any) -> Any:
-        """Refuse what a client can send 100,000 of: pydantic makes an error of each, for a second or more.
-
-        A field of value null is a field left out, as in OpenAI's interface.
-        """
+        # Mistakes of which a client can send 100,000: pydantic makes an error of each, for a second or more.
         if not isinstance(given, dict):
             return given
         for name, value in given.items():
             if name not in cls.model_fields:
                 name = name[:80]
-                message = f"{name} is not supported: leave it out."
-                raise HTTPError(400, message, param=name, code="unsupported_parameter")
+                raise _unsupported(name, f"{name} is not supported: leave it out.")
             if value is not None and name in cls.neutral and value != (only := cls.neutral[name]):
                 allowed = "null" if only is None else f"{json.dumps(only)} or null"
-                message = f"{name} must be {allowed}, got {json.dumps(value)[:40]}. Leave it out."
-                raise HTTPError(400, message, param=name, code="unsupported_parameter")
+                raise _unsupported(name, f"{name} must be {allowed}, got {json.dumps(value)[:40]}. Leave it out.")
             if isinstance(value, list) and not all(isinstance(item, str) for item in value):
                 message = f"{name} must be a text or a list of texts, got other items. Token ids are not supported."
                 raise HTTPError(422, message, param=name)
+        # A field of value null is a field left out, as in OpenAI's interface.
         return {name: value for name, value in given.items() if value is not None}
 
 
+def _unsupported(name: str, message: str) -> HTTPError:
+    return HTTPError(400, message, param=name, code="unsupported_parameter")
+
+
 class _Common(_Asked):
-    """Fields of every route that generates. `Completion.generate` hands all of them on."""
+    """Fields of every route that generates."""
 
     stop: str | list[str] | None = Field(
         None, description=f"Up to {MAX_STOPS} texts: the answer ends before the first of them. Not for beams."
@@ -73,21 +85,12 @@ class _Common(_Asked):
 
     @property
     def stops(self) -> list[str]:
-        """The texts before which an answer ends.
-
-        Raises:
-            HTTPError: they are too many, too long or empty.
-        """
+        """The stop strings; ``HTTPError``: too many, too long or empty ones."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(given) > MAX_STOPS or not all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in given):
             message = f"stop must be up to {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters each."
             raise HTTPError(422, message, param="stop")
         return given
-
-    def sampling(self) -> SamplingParams | None:
-        """What the fields say that are named as those of a `SamplingParams`."""
-        given = {name: getattr(self, name, None) for name in _OPTIONS}
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 class Generate(_Common):
@@ -105,22 +108,20 @@ class Generate(_Common):
     repetition_penalty: float | None = None
     truncate: bool = Field(False, description="Cut a source that is too long. Default: refuse it.")
 
-    def job(
+    def to_request(
         self,
         ids: list[int],
-        seed: int,
         deadline_s: float | None,
         rules: TokenConstraints = NO_CONSTRAINTS,
         stopping_criterion: Callable[[Sequence[int]], bool] | None = None,
+        **options: Any,
     ) -> GenerationRequest:
-        """For one of its texts, with the model's rules where a field is left out.
+        """The request of one text; the model's rules are the defaults.
 
-        >>> Generate(text="a", num_beams=4).job([5, 1], seed=0, deadline_s=None).rows
-        4
-        >>> Generate(text="a").job([5, 1], seed=0, deadline_s=None, rules=TokenConstraints(num_beams=3)).rows
+        >>> Generate(text="a").to_request([5, 1], deadline_s=None, rules=TokenConstraints(num_beams=3)).rows
         3
         """
-        useless = [name for name in (*_OPTIONS, "seed") if getattr(self, name) is not None and not self.do_sample]
+        useless = [name for name in (*_SAMPLING, "seed") if getattr(self, name) is not None and not self.do_sample]
         if useless:
             raise InputError(f"{', '.join(useless)} given without do_sample, and would do nothing.")
         beams = self.num_beams
@@ -131,23 +132,16 @@ class Generate(_Common):
                     f"The model's generation_config sets num_beams={beams}, and beams can neither stream nor stop at "
                     "texts: give num_beams 1 for greedy search."
                 )
-        same = (
-            "max_new_tokens",
-            "min_new_tokens",
-            "length_penalty",
-            "early_stopping",
-            "num_return_sequences",
-            "priority",
-            "stream",
-        )
+        sampling = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return GenerationRequest(
             ids,
             num_beams=beams,
-            sampling=self.sampling() if self.do_sample else None,
-            seed=seed,
+            sampling=SamplingParams(**sampling) if self.do_sample else None,
+            seed=secrets.randbelow(2**31) if self.seed is None else self.seed,
             deadline_s=deadline_s if self.deadline_s is None else self.deadline_s,
             stopping_criterion=stopping_criterion,
-            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self, name) for name in _HANDED_ON},
+            **options,
         )
 
 
@@ -193,12 +187,11 @@ class Completion(_Common):
     num_beams: int | None = Field(None, description="Not one of OpenAI's. 1: greedy search. Default: the model's.")
 
     def generate(self) -> Generate:
-        """The same in our words."""
+        """The same request with our names."""
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options given without stream.")
         if self.best_of not in (None, self.n):
-            message = f"best_of must be n, {self.n}, or null, got {self.best_of}. Leave it out."
-            raise HTTPError(400, message, param="best_of", code="unsupported_parameter")
+            raise _unsupported("best_of", f"best_of must be n, {self.n}, or null, got {self.best_of}. Leave it out.")
         drawn = bool(self.temperature)
         if not drawn and (self.top_p not in (None, 1) or self.n != 1):
             raise InputError("top_p and n need a temperature above 0: without one the likeliest tokens are taken.")
@@ -210,10 +203,222 @@ class Completion(_Common):
         )
 
 
-def seed_of(asked: Generate) -> int:
-    """The one that was given, or any.
+class Timings(BaseModel):
+    """Seconds since the request arrived; null for moments that never came."""
 
-    >>> seed_of(Generate(text="a", do_sample=True, seed=3))
-    3
+    queue_s: float | None = Field(description="Until it joined the running batch.")
+    first_token_s: float | None
+    total_s: float | None
+
+
+class TextAnswers(BaseModel):
+    """The answers to one text; each list has num_return_sequences items, best first."""
+
+    texts: list[str]
+    scores: list[float | None] = Field(description="Log-probability with the length penalty, for beams; else null.")
+    tokens: list[int] = Field(description="Generated tokens.")
+    ended: list[bool] = Field(description="True: by the end token or a stop text. False: cut at max_new_tokens.")
+    source_tokens: int
+    encoder_reused: bool = Field(description="The encoder output came from the cache.")
+    timings: Timings
+
+
+class GenerateResponse(BaseModel):
+    """The response of /generate; with stream server-sent events, each a `GenerateEvent`."""
+
+    model: str
+    seed: int | None = Field(description="With do_sample: the seed to repeat the same answers.")
+    answers: list[TextAnswers] = Field(description="One for each text, in order.")
+
+
+class GenerateEvent(BaseModel):
+    """One event of a stream: new text. The last event of each text has the other fields, too."""
+
+    index: int = Field(description="Which text.")
+    text: str
+    tokens: int | None = None
+    ended: bool | None = None
+    timings: Timings | None = None
+
+
+class Choice(BaseModel):
+    """One answer to one prompt."""
+
+    index: int = Field(description="Prompt by prompt, with n answers each.")
+    text: str
+    logprobs: None = None
+    finish_reason: Literal["stop", "length"] | None = Field(description="null while a stream goes on.")
+
+
+class Usage(BaseModel):
+    """Tokens of all prompts and answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionResponse(BaseModel):
+    """The response of /v1/completions; with stream each server-sent event is one, and the last is [DONE]."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(BaseModel):
+    """All models: one."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Alive(BaseModel):
+    """Whether the engine works."""
+
+    alive: bool
+
+
+class Ready(BaseModel):
+    """Whether to send requests here, and the load."""
+
+    ready: bool
+    waiting: int = Field(description="Requests in the queue.")
+    running: int = Field(description="Requests in the batch.")
+    rows: int = Field(description="Rows of the batch.")
+    continuous: bool = Field(description="False: requests wait until the running batch has ended.")
+
+
+class Version(BaseModel):
+    """The version of t5accel."""
+
+    version: str
+
+
+class About(Version):
+    """What this server is, and its routes."""
+
+    name: str
+    model: str
+    routes: list[str]
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
+    param: str | None = Field(description="The field to blame.")
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Every error has this shape, which OpenAI's clients read."""
+
+    error: ErrorDetail
+
+
+ERRORS = {
+    400: "The request is not valid.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    408: "The request arrived too slowly.",
+    413: "The text or the body is too long.",
+    415: "The body is not sent as application/json.",
+    421: "The Host header is not allowed.",
+    422: "A value is not valid.",
+    429: "The queue is full; see Retry-After.",
+    500: "The engine failed.",
+    503: "The server is shutting down or full.",
+    504: "The deadline has passed.",
+}
+EVERYWHERE = (401, 421)
+
+
+def openapi_responses(
+    model: type[BaseModel] | None, *errors: int, event: type[BaseModel] | None = None, is_open: bool = False
+) -> dict[int | str, Any]:
+    """FastAPI's ``responses`` of a route.
+
+    ``model`` is the body of status 200 (``None``: plain text), ``errors`` are statuses beside those of every route, and
+    ``event`` is the data of a server-sent event. An open route needs no key, and also answers 503 with ``model``.
     """
-    return secrets.randbelow(2**31) if asked.seed is None else asked.seed
+    plain = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    found: dict[int | str, Any] = {200: {"model": model} if model else plain}
+    if event:
+        found[200]["content"] = {"text/event-stream": {"schema": inlined(event.model_json_schema())}}
+    if is_open:
+        return {**found, 503: {"model": model, "description": "No."}}
+    for status in (*EVERYWHERE, *errors):
+        found[status] = {"model": ErrorResponse, "description": ERRORS[status]}
+    return found
+
+
+def inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema without ``$defs``, which OpenAPI would not resolve."""
+    definitions = schema.get("$defs", {})
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return plain(definitions[value["$ref"].rpartition("/")[2]])
+        return {name: plain(item) for name, item in value.items() if name != "$defs"}
+
+    return plain(schema)
+
+
+def page(interface: dict[str, Any]) -> str:
+    """An OpenAPI description as HTML without scripts and foreign hosts."""
+    title, about = escape(interface["info"]["title"]), escape(interface["info"]["description"])
+    parts = [f"<h1>{title}</h1><p>{about}</p>"]
+    schemas = interface["components"]["schemas"]
+    for path, operations in interface["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>")
+            for what, holder in (
+                ("", operation.get("requestBody", {})),
+                ("The response:", operation["responses"].get("200", {})),
+            ):
+                content = holder.get("content", {}).get("application/json")
+                if content is None:
+                    continue
+                name = content["schema"].get("$ref", "").rpartition("/")[2]
+                schema = schemas.get(name, content["schema"])
+                needed, fields = schema.get("required", []), schema.get("properties", {})
+                parts.append(f"<p>{what}</p><table><tr><th>field</th><th>type</th><th>default</th><th></th></tr>")
+                for name in sorted(fields, key=lambda one, needed=needed: one not in needed):
+                    parts.append(_table_row(name, fields[name], is_required=not what and name in needed))
+                parts.append("</table>")
+    style = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{text-align:left;padding:.2em 1em .2em 0}"
+    head = f"<meta charset=utf-8><title>{title}</title><style>{style}</style>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>"
+
+
+def _table_row(name: str, field: dict[str, Any], *, is_required: bool) -> str:
+    kinds = [_kind(one) for one in field.get("anyOf", [field])]
+    default = "required" if is_required else ""
+    if field.get("default") is not None:
+        default = str(field["default"])
+    cells = (name, " or ".join(kind for kind in kinds if kind != "null"), default, field.get("description", ""))
+    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+
+
+def _kind(one: dict[str, Any]) -> str:
+    if "$ref" in one:
+        return one["$ref"].rpartition("/")[2]
+    return repr(one["const"]) if "const" in one else one.get("type", "object")

@@ -1,4 +1,4 @@
-"""The server process: uvicorn with timeouts for slow clients and a graceful shutdown."""
+"""The server process: uvicorn with timeouts and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from t5accel.api import open_backend
 from t5accel.errors import InputError
 from t5accel.machine import cpu_threads
 from t5accel.models.load import require_tokenizer
-from t5accel.precision.recipes import Recipe, as_recipe
+from t5accel.precision.recipes import as_recipe
 from t5accel.serve.app import make_app
-from t5accel.serve.limits import recipe_needs_unbatched_encoding
-from t5accel.serve.logs import Sparing, configure
-from t5accel.serve.middleware import HEALTH, HTTPError, error_response, log, open_log
+from t5accel.serve.limits import needs_unbatched_encoding
+from t5accel.serve.middleware import HEALTH, HTTPError, error_response
+from t5accel.serve.monitoring import RateLimit, configure, log, open_log
 from t5accel.serve.settings import Settings, is_loopback, refuse_misspelt
 
-UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; those in our memory are beyond it
-RESERVE = 32  # connections beyond the limit, which are answered about health alone
+UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; others stay in our memory
+RESERVE = 32  # connections beyond the limit, which get answers about health alone
 BACKLOG = 100  # connections that the system keeps until they are accepted; CPython accepts as many at once
 OTHER_FILES = 64  # of the interpreter, the model, the log
-PIECES, PIECE = 512, 512  # a body comes in so many pieces at most, and one more for each so many bytes
+PIECES, PIECE = 512, 512  # pieces that any body may have, and bytes for each one beyond them
 THREADS_PER_CORE = 4
 # Python lets a busy thread go on for 5 ms before another may run; for the engine these are steps of a small model.
 SWITCH_S = 0.0005
@@ -44,8 +44,8 @@ ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"  # nothing to a client that rea
 def _raw(error: HTTPError) -> bytes:
     """Bytes of an error response for a connection without a parsed request."""
     answer = error_response(error)
-    head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "connection: close"]
-    lines = head + [f"{name}: {value}" for name, value in answer.headers.items()]
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "connection: close"]
+    lines += [f"{name}: {value}" for name, value in answer.headers.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + answer.body
 
 
@@ -54,20 +54,11 @@ MALFORMED = _raw(HTTPError(400, "The request must be valid HTTP/1.1, with a body
 
 
 class Parser(h11.Connection):
-    """Refuses a body in very many pieces, each of which costs the event loop as much as a large one.
-
-    >>> parser = Parser(h11.SERVER)
-    >>> parser.receive_data(b"POST / HTTP/1.1\\r\\nhost: x\\r\\ntransfer-encoding: chunked\\r\\n\\r\\n")
-    >>> parser.receive_data(b"1\\r\\na\\r\\n" * 600)
-    >>> for _ in range(600): event = parser.next_event()
-    Traceback (most recent call last):
-    h11._util.RemoteProtocolError: too many pieces
-    """
+    """Refuses a body in very many pieces, which block the event loop."""
 
     _pieces = _bytes = 0
 
     def next_event(self) -> Any:
-        """Return the next event of h11."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._pieces = self._bytes = 0
@@ -86,11 +77,11 @@ class TimeoutH11Protocol(H11Protocol):
 
     header_timeout_s = write_timeout_s = 10.0
     most = 1000
-    idle: dict[TimeoutH11Protocol, None]  # the longest first; of all connections of one server
+    idle: dict[TimeoutH11Protocol, None]  # of all connections of one server, the longest idle first
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _gone: asyncio.TimerHandle | None = None
-    _has_ended = False  # the client has said all that it says
+    _has_ended = False  # the client sends no more
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -98,7 +89,7 @@ class TimeoutH11Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         others = len(self.connections)
-        if others >= self.most and not self._makes_room():
+        if others >= self.most and not self._make_room():
             if others >= self.most + RESERVE:
                 self.transport = transport
                 transport.abort()
@@ -110,13 +101,14 @@ class TimeoutH11Protocol(H11Protocol):
         self.idle[self] = None
         self._await_head(True)
 
-    def _makes_room(self) -> bool:
-        for oldest in self.idle:
-            self.connections.discard(oldest)
-            del self.idle[oldest]
-            oldest.transport.abort()  # to close would be to wait until it has read all
-            return True
-        return False
+    def _make_room(self) -> bool:
+        oldest = next(iter(self.idle), None)
+        if oldest is None:
+            return False
+        self.connections.discard(oldest)
+        del self.idle[oldest]
+        oldest.transport.abort()  # to close would be to wait until it has read all
+        return True
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -181,8 +173,7 @@ class TimeoutH11Protocol(H11Protocol):
             self._late = None
 
     def send_400_response(self, msg: str) -> None:
-        """Close the connection, even while a request is being answered."""
-        self._end_with(MALFORMED)
+        self._end_with(MALFORMED)  # even while a request is being answered
 
     def _end_with(self, answer: bytes) -> None:
         if self.transport.is_closing():
@@ -205,7 +196,7 @@ def _only_health(app: Any, most: int) -> Any:
 
 
 class Server(uvicorn.Server):
-    """Server that responds 503 after SIGTERM, and ends when no request runs or the grace period is over."""
+    """A server that finishes its requests after SIGTERM, within a grace period."""
 
     def __init__(self, config: uvicorn.Config, scheduler: Any, grace_s: float):
         super().__init__(config)
@@ -218,43 +209,46 @@ class Server(uvicorn.Server):
         if not self._ends_at:
             self._ends_at = time.monotonic() + self._grace_s
             self._scheduler.drain(self._grace_s)
-            self._before = set(self.server_state.tasks)  # who comes later is refused, and waited for by nobody
+            self._before = set(self.server_state.tasks)  # later ones are refused, and nobody waits for them
         self._before &= self.server_state.tasks
         idle = not (self._scheduler.running or self._scheduler.waiting or self._before)
         return idle or self.force_exit or time.monotonic() >= self._ends_at + 1
 
 
 def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
-    """Check settings and environment before a model is opened.
-
-    Raises:
-        InputError: a misspelt variable, an invalid key, a public server without one, a precision or option that the
-            device cannot serve, too many threads, or too many connections for open files.
+    """Raise ``InputError`` for bad settings, before a model is opened.
 
     >>> checked(Settings(host="0.0.0.0"), {})
     Traceback (most recent call last):
-    t5accel.errors.InputError: host is '0.0.0.0', which other machines reach, and there is no API key. Set ...
+    t5accel.errors.InputError: host must be this machine's without T5ACCEL_API_KEY, got '0.0.0.0'. Set ...
     """
     refuse_misspelt(environment)
     key = settings.api_key.get_secret_value() if settings.api_key else environment.get("T5ACCEL_API_KEY")
+    if key == "":
+        raise InputError("T5ACCEL_API_KEY must not be empty. Set a key, or unset it to serve without one.")
     if key is not None and not re.fullmatch("[!-~]+", key):
         raise InputError(
             f"T5ACCEL_API_KEY must be printable ASCII without blanks, got {len(key)} characters of which some are not "
             "(is there a newline at its end?). Set another one, or unset it."
-            if key
-            else "T5ACCEL_API_KEY must not be empty. Set a key, or unset it to serve without one."
         )
     if key is None and not is_loopback(settings.host):
         if not settings.allow_unauthenticated:
             raise InputError(
-                f"host is {settings.host!r}, which other machines reach, and there is no API key. Set T5ACCEL_API_KEY, "
-                "or give --allow-unauthenticated to serve everybody."
+                f"host must be this machine's without T5ACCEL_API_KEY, got {settings.host!r}. Set the key, or give "
+                "--allow-unauthenticated to serve everybody."
             )
         log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
     recipe = as_recipe(settings.precision or "fp32")
-    recipe_needs_unbatched_encoding(recipe)
+    needs_unbatched_encoding(recipe)
     if settings.device == "cuda":
-        _check_cuda(settings, recipe)
+        if recipe.integers:
+            raise InputError(
+                f"precision must be bf16, fp16 or fp32 on cuda, got {recipe.name!r}. Give --precision bf16."
+            )
+        if settings.engine != "local":
+            raise InputError(f"engine must be local on cuda, got {settings.engine!r}. Leave --engine out.")
+        if "encoder_cache_mb" in settings.model_fields_set:
+            raise InputError("encoder_cache_mb is for device cpu: on cuda sources are encoded anew. Leave it out.")
     cores = cpu_threads()
     if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
         raise InputError(
@@ -262,15 +256,6 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
             f"got {settings.threads}. Leave --threads out to use all cores."
         )
     _allow_files(settings.connections)
-
-
-def _check_cuda(settings: Settings, recipe: Recipe) -> None:
-    if recipe.integers:
-        raise InputError(f"precision must be bf16, fp16 or fp32 on cuda, got {recipe.name!r}. Give --precision bf16.")
-    if settings.engine != "local":
-        raise InputError(f"engine must be local on cuda, got {settings.engine!r}. Leave --engine out.")
-    if "encoder_cache_mb" in settings.model_fields_set:
-        raise InputError("encoder_cache_mb is for device cpu: on cuda sources are encoded anew. Leave it out.")
 
 
 def _allow_files(connections: int) -> None:
@@ -291,7 +276,7 @@ def _allow_files(connections: int) -> None:
 
 
 def bound(settings: Settings) -> list[socket.socket]:
-    """Bind sockets that do not listen yet; raises ``InputError`` for a taken port or a foreign host."""
+    """Bind sockets without listening; ``InputError``: taken port, foreign host."""
     sockets: list[socket.socket] = []
     port = settings.port
     try:
@@ -329,10 +314,8 @@ def _not_served(settings: Settings, error: OSError) -> InputError:
 def create_app(settings: Settings) -> FastAPI:
     """Open the model and make its application.
 
-    Raises:
-        InputError: the model has no tokenizer, its answers would depend on other requests, or no request fits into
-            ``key_value_mb``.
-        T5AccelError: the model cannot be opened.
+    ``InputError``: the model has no tokenizer, its answers would depend on other requests, or no request fits into
+    ``key_value_mb``. Another ``T5AccelError``: the model cannot be opened.
     """
     require_tokenizer(settings.model)
     log.info("opening %s", settings.public_name)
@@ -352,24 +335,16 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def run_server(app: Any, scheduler: Any, settings: Settings, sockets: list[socket.socket]) -> None:
-    """Serve an application until SIGTERM or SIGINT, then drain ``scheduler``.
-
-    Raises:
-        InputError: another server listens at the port by now.
-    """
-    patient = type(
-        "Connection",
-        (TimeoutH11Protocol,),
-        {
-            "header_timeout_s": settings.header_timeout_s,
-            "write_timeout_s": settings.write_timeout_s,
-            "most": settings.connections,
-            "idle": {},
-        },
-    )
+    """Serve until SIGTERM or SIGINT, then drain; ``InputError``: taken port."""
+    options = {
+        "header_timeout_s": settings.header_timeout_s,
+        "write_timeout_s": settings.write_timeout_s,
+        "most": settings.connections,
+        "idle": {},
+    }
     config = uvicorn.Config(
         app,
-        http=patient,
+        http=type("Connection", (TimeoutH11Protocol,), options),
         loop="asyncio",
         ws="none",
         lifespan="on",
@@ -381,7 +356,7 @@ def run_server(app: Any, scheduler: Any, settings: Settings, sockets: list[socke
         backlog=BACKLOG,
     )
     for one in (logging.getLogger("asyncio"), logging.getLogger("uvicorn.error"), open_log):
-        one.addFilter(Sparing())
+        one.addFilter(RateLimit())
     for one in sockets:
         try:
             one.listen(BACKLOG)
@@ -396,12 +371,7 @@ def run_server(app: Any, scheduler: Any, settings: Settings, sockets: list[socke
 
 
 def serve(settings: Settings) -> None:
-    """Open the model and serve; raises as `checked`, `bound` and `create_app`.
-
-    >>> serve(Settings(model="mini", precision="int8-dynamic", port=0))
-    Traceback (most recent call last):
-    t5accel.errors.InputError: precision 'int8-dynamic' finds the scale of what the decoder multiplies ...
-    """
+    """Open the model and serve it; raises as `checked`, `bound` and `create_app`."""
     configure(settings.log_level, settings.log_format)
     checked(settings)
     sockets = bound(settings)

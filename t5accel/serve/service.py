@@ -1,4 +1,4 @@
-"""Texts in front of a scheduler: tokenization, handles and decoded results."""
+"""Text requests in front of a scheduler."""
 
 from __future__ import annotations
 
@@ -16,36 +16,27 @@ from fastapi import Request
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.streaming import IncrementalDetokenizer
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
-from t5accel.models.languages import Languages
-from t5accel.serve.metrics import Metrics
-from t5accel.serve.middleware import HTTPError, log
+from t5accel.models.prefixes import Languages
+from t5accel.serve.middleware import HTTPError
+from t5accel.serve.monitoring import Metrics, log
 from t5accel.serve.request import GenerationResult, RequestHandle
 from t5accel.serve.scheduler import Scheduler
-from t5accel.serve.schemas import Generate, seed_of
+from t5accel.serve.schemas import Generate
 from t5accel.serve.settings import Settings
-from t5accel.serve.stops import StopStrings, TextStream
 from t5accel.tokenization import before_end
 
 CHARACTERS = 32  # of a text, for each token that a source may have; more are not tokenised
-SMALL = 1000  # characters or tokens that take less than a millisecond, whatever they are
+SMALL = 1000  # characters or tokens that take less than a millisecond
 EVENTS_S = 0.02  # of one stream: tokens that come sooner after each other are one event
 
 
 class Service:
-    """A scheduler, and texts in place of tokens.
-
-    Args:
-        backend, tokenizer: as of `api.open_backend`.
-        settings: all limits.
-    """
+    """A scheduler that takes and returns texts."""
 
     def __init__(self, backend: Backend, tokenizer: Any, settings: Settings):
         self.settings, self.tokenizer, self.metrics = settings, tokenizer, Metrics()
-        self.backend, self.rules, self.languages = (
-            backend,
-            getattr(backend, "rules", NO_CONSTRAINTS),
-            Languages(tokenizer),
-        )
+        self.backend, self.languages = backend, Languages(tokenizer)
+        self.rules = getattr(backend, "rules", NO_CONSTRAINTS)
         self.ends = self.rules.eos_tokens(backend.eos_token_id)
         self.started_s = int(time.time())
         self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, notify=self._notify)
@@ -53,52 +44,50 @@ class Service:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
 
-    def _notify(self, tickets: Sequence[RequestHandle]) -> None:
-        """From the engine's thread to the one that serves, which is woken for a stream's end, or not too often."""
+    def close(self) -> None:
+        """End its threads."""
+        self.scheduler.close()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _notify(self, handles: Sequence[RequestHandle]) -> None:
+        # From the engine's thread to the event loop, which is woken for a stream's end, or not too often.
         now = time.monotonic()
-        if due := [ticket for ticket in tickets if ticket.is_done or now >= ticket.next_event_at]:
-            for ticket in due:
-                ticket.next_event_at = now + EVENTS_S
-            self.loop.call_soon_threadsafe(lambda: [ticket.listener() for ticket in due if ticket.listener])
+        if due := [handle for handle in handles if handle.is_done or now >= handle.next_event_at]:
+            for handle in due:
+                handle.next_event_at = now + EVENTS_S
+            self.loop.call_soon_threadsafe(lambda: [handle.listener() for handle in due if handle.listener])
 
     async def submit(self, asked: Generate) -> list[RequestHandle]:
-        """A ticket for each text. What can be refused is refused before any text is tokenised."""
+        """Return a handle for each text; refuse bad requests before tokenization."""
         texts = [asked.text] if isinstance(asked.text, str) else asked.text
         if not 1 <= len(texts) <= self.settings.max_texts:
-            raise HTTPError(
-                422, f"The request holds {len(texts)} texts; give 1 to {self.settings.max_texts}.", param="text"
-            )
+            message = f"text must hold 1 to {self.settings.max_texts} texts, got {len(texts)} texts."
+            raise HTTPError(422, message, param="text")
         prefix = self.settings.prefix if asked.prefix is None else asked.prefix
         texts = [prefix + text for text in texts]
-        stops, first = self.stops(asked), self.languages.target(self.backend, asked.tgt_lang, asked.forced_bos_token)
+        stops = self._stops(asked)
+        first = self.languages.target(self.backend, asked.tgt_lang, asked.forced_bos_token)
         language = None if asked.src_lang is None else self.languages.source(asked.src_lang)
         most = CHARACTERS * self.settings.max_source_tokens
         longest = max(map(len, texts))
         if longest > most and not asked.truncate:
             raise _too_long(f"A text has {longest} characters, and {most} are allowed")
-        # With a source of one token, the shortest there is, anything else that is wrong shows.
-        least = asked.job([0], seed_of(asked), self.settings.deadline_s, self.rules, stops)
-        least = replace(least, **first) if first else least
+        # With a source of one token, the shortest possible, all other mistakes show.
+        least = asked.to_request([0], self.settings.deadline_s, self.rules, stops, **first)
         self.scheduler.require_place(least, len(texts))
         # One by one, so that other requests' texts come between those of a large one.
+        size = min(longest, most) * len(texts)
         sources = [
-            await self.beside(self._tokens, text[:most], asked.truncate, language, size=min(longest, most) * len(texts))
-            for text in texts
+            await self.in_worker(self._tokens, text[:most], asked.truncate, language, size=size) for text in texts
         ]
-        jobs = [replace(least, input_ids=tokens) for tokens in sources]
-        tickets = self.scheduler.submit_all(jobs)
+        handles = self.scheduler.submit_all([replace(least, input_ids=tokens) for tokens in sources])
         if self.settings.log_texts:
-            log.info("requests %s: %s", [ticket.number for ticket in tickets], json.dumps(texts, ensure_ascii=False))
-        return tickets
+            log.info("requests %s: %s", [handle.number for handle in handles], json.dumps(texts, ensure_ascii=False))
+        return handles
 
-    async def beside(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
-        """What a function returns that may take long: beside the event loop, one after another.
-
-        Args:
-            function, arguments: what is called.
-            size: characters or tokens of the request. For few of them another thread would cost more than the call.
-        """
-        if size <= SMALL:
+    async def in_worker(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
+        """Call a slow function outside the event loop; ``size`` counts characters or tokens."""
+        if size <= SMALL:  # another thread would cost more than the call
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
@@ -116,13 +105,7 @@ class Service:
         closing = tokens[-2:] if tokens[-2] == end != tokens[-1] else [end]  # in mBART the language stands behind it
         return [*tokens[: max(most - len(closing), 0)], *closing]
 
-    def close(self) -> None:
-        """End its threads."""
-        self.scheduler.close()
-        self._worker.shutdown(wait=False, cancel_futures=True)
-
-    def stops(self, asked: Generate) -> StopStrings | None:
-        """The request's stop strings."""
+    def _stops(self, asked: Generate) -> StopStrings | None:
         return StopStrings(asked.stops, partial(self._decoded, asked)) if asked.stops else None
 
     def _decoded(self, asked: Generate, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -131,81 +114,143 @@ class Service:
         return self.tokenizer.batch_decode(rows, skip_special_tokens=asked.skip_special_tokens)
 
     async def texts(self, answers: Sequence[GenerationResult], asked: Generate) -> list[str]:
-        """Decoded, up to the first stop string."""
-        tokens, stops = [answer.tokens for answer in answers], self.stops(asked)
-        found = await self.beside(self._decoded, asked, tokens, size=sum(map(len, tokens)))
+        """Decode results, up to the first stop string."""
+        tokens, stops = [answer.tokens for answer in answers], self._stops(asked)
+        found = await self.in_worker(self._decoded, asked, tokens, size=sum(map(len, tokens)))
         if stops is not None:
             found = [stops.cut(text) for text in found]
         if self.settings.log_texts:
             log.info("answers: %s", json.dumps(found, ensure_ascii=False))
         return found
 
-    async def answered(self, tickets: Sequence[RequestHandle], request: Request) -> None:
-        """Until all are done, or one has failed, or the client has gone; then the others' rows are free, too."""
-        news, gone = asyncio.Event(), asyncio.create_task(_disconnect(request))
-        gone.add_done_callback(lambda _: news.set())
-        for ticket in tickets:
-            ticket.listener = news.set
+    async def wait(self, handles: Sequence[RequestHandle], request: Request) -> None:
+        """Wait until all are done, one fails, or the client disconnects."""
+        disconnect = asyncio.create_task(disconnected(request.receive))
+        news = _news_of(handles)
+        disconnect.add_done_callback(lambda _: news.set())
         try:
-            while not all(ticket.is_done for ticket in tickets):
+            while not all(handle.is_done for handle in handles):
                 await news.wait()
                 news.clear()
-                if gone.done() and not all(ticket.is_done for ticket in tickets):
+                if disconnect.done() and not all(handle.is_done for handle in handles):
                     raise ConnectionResetError
-                for ticket in tickets:
-                    if ticket.error is not None:
-                        raise ticket.error
+                for handle in handles:
+                    if handle.error is not None:
+                        raise handle.error
         finally:
-            gone.cancel()
-            for ticket in tickets:
-                ticket.cancel()
-        for ticket in tickets:
-            ticket.result(0)
+            disconnect.cancel()
+            for handle in handles:  # after a failure or a disconnect the others' rows are free, too
+                handle.cancel()
+        for handle in handles:
+            handle.result(0)
 
-    async def pieces(self, tickets: Sequence[RequestHandle], asked: Generate) -> AsyncIterator[tuple[int, str, bool]]:
-        """The texts of tickets as they come: which one's, new text, and whether that was the last of it.
+    async def pieces(self, handles: Sequence[RequestHandle], asked: Generate) -> AsyncIterator[tuple[int, str, bool]]:
+        """Yield index, new text and whether it is the last, per handle.
 
-        The text is empty where a ticket has its first token and no whole word yet. Raises the error of the first ticket
+        The text is empty where a handle has its first token and no whole word yet. Raises the error of the first handle
         that fails; at the end of the iteration all are cancelled.
         """
-        shown = dict(skip_special_tokens=asked.skip_special_tokens, ends=self.ends)
-        open_ones = [
-            TextStream(*numbered, IncrementalDetokenizer(self.tokenizer, **shown)) for numbered in enumerate(tickets)
-        ]
-        news = asyncio.Event()
-        for ticket in tickets:
-            ticket.listener = news.set
+        options = dict(skip_special_tokens=asked.skip_special_tokens, ends=self.ends)
+        streams = {
+            index: TextStream(handle, IncrementalDetokenizer(self.tokenizer, **options))
+            for index, handle in enumerate(handles)
+        }
+        news = _news_of(handles)
         try:
-            while open_ones:
-                for one in open_ones:
-                    if (piece := one.piece()) is not None:
-                        yield one.index, piece, one.is_done
-                open_ones = [one for one in open_ones if not one.is_done]
-                if open_ones:
+            while streams:
+                for index, stream in [*streams.items()]:
+                    if (piece := stream.piece()) is not None:
+                        yield index, piece, stream.is_done
+                    if stream.is_done:
+                        del streams[index]
+                if streams:
                     await news.wait()
                     news.clear()
         finally:
-            for ticket in tickets:
-                ticket.cancel()
+            for handle in handles:
+                handle.cancel()
+
+
+def _news_of(handles: Sequence[RequestHandle]) -> asyncio.Event:
+    news = asyncio.Event()
+    for handle in handles:
+        handle.listener = news.set
+    return news
 
 
 def _too_long(what: str) -> HTTPError:
-    what += ": shorten it, or ask for truncate."
-    return HTTPError(413, what, param="text", code="context_length_exceeded")
+    return HTTPError(413, f"{what}: shorten it, or ask for truncate.", param="text", code="context_length_exceeded")
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def disconnected(receive: Any) -> None:
+    """Return when the client of an ASGI application has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def timings(ticket: RequestHandle) -> dict[str, float | None]:
-    """Seconds since it was submitted.
+class StopStrings:
+    """Stopping criterion of several non-empty texts, over a decoder of rows.
 
-    >>> from t5accel.serve.request import GenerationRequest
-    >>> request = GenerationRequest([5, 1])
-    >>> timings(RequestHandle(request, 1, submitted_s=1.0, joined_s=1.5, first_token_s=1.75, done_s=3.0))
-    {'queue_s': 0.5, 'first_token_s': 0.75, 'total_s': 2.0}
+    >>> letters = StopStrings(["; "], lambda rows: ["".join(map(chr, row)) for row in rows])
+    >>> letters([*b"one;"]), letters([*b"one; "]), letters.cut("one; two"), letters.held("one;")
+    (False, True, 'one', 1)
     """
-    moments = {"queue_s": ticket.joined_s, "first_token_s": ticket.first_token_s, "total_s": ticket.done_s}
-    return {name: None if at is None else round(at - ticket.submitted_s, 6) for name, at in moments.items()}
+
+    def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[Sequence[int]]], list[str]]):
+        self._texts, self._decode = tuple(texts), decode
+        # A token is a byte at least, but for spaces that decoding tidies away, and special tokens.
+        # The last ones decide: the criterion is asked after each token.
+        self._longest = 8 + 2 * max(len(text.encode()) for text in texts)
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """Whether tokens hold a stop string; asked after each token."""
+        return self._holds(tokens[-self._longest :]) and (len(tokens) <= self._longest or self._holds(tokens))
+
+    def _holds(self, tokens: Sequence[int]) -> bool:
+        (found,) = self._decode([tokens])
+        return any(text in found for text in self._texts)
+
+    def cut(self, found: str) -> str:
+        """The text before the first stop string."""
+        return found[: min((at for text in self._texts if (at := found.find(text)) >= 0), default=len(found))]
+
+    def held(self, found: str) -> int:
+        """How many last characters of a text may begin a stop string."""
+        most = min(len(found), max(map(len, self._texts)) - 1)
+        return next((size for size in range(most, 0, -1) if self._begins(found[-size:])), 0)
+
+    def _begins(self, end: str) -> bool:
+        return any(text.startswith(end) for text in self._texts)
+
+
+class TextStream:
+    """The text of a streaming request, up to a possible stop string."""
+
+    def __init__(self, handle: RequestHandle, pieces: IncrementalDetokenizer):
+        self._handle, self._sent, self._text = handle, 0, pieces
+        self._stops, self._kept = handle.request.stopping_criterion, ""
+        self.is_done = self._has_stopped = False
+
+    def piece(self) -> str | None:
+        """The new text, if there is any, without an end that may begin a stop string."""
+        done, new = self._handle.is_done, self._handle.tokens[self._sent :]  # in this order
+        is_first = bool(new) and not self._sent
+        self._sent += len(new)
+        piece = self._text.add(new)
+        if done:
+            self._handle.result(0)
+            self.is_done = True
+            piece += self._text.flush()
+        if self._stops is not None:
+            piece = self._before_stops(piece)
+        return piece if piece or done or is_first else None
+
+    def _before_stops(self, piece: str) -> str:
+        if self._has_stopped:
+            return ""
+        whole = self._kept + piece
+        text = self._stops.cut(whole)
+        self._has_stopped = text != whole
+        certain = len(text) - (0 if self.is_done or self._has_stopped else self._stops.held(text))
+        self._kept = text[certain:]
+        return text[:certain]

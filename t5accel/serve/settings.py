@@ -1,4 +1,4 @@
-"""Settings of the server, from the flags of ``t5accel serve`` or ``T5ACCEL_…`` environment variables."""
+"""Settings of the server, from flags or ``T5ACCEL_…`` environment variables."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from t5accel.errors import InputError
 from t5accel.serve.limits import SchedulerLimits
-from t5accel.serve.logs import Form, Level
+from t5accel.serve.monitoring import Form, Level
 
 PREFIX = "T5ACCEL_"
-OTHERS = {"CACHE", "TRACEBACK", "COMMIT"}  # variables that are no settings of a server
+OTHERS = {"CACHE", "TRACEBACK", "COMMIT"}  # variables of other parts
 
 
 def _lower(value: Any) -> Any:
@@ -107,10 +107,9 @@ class Settings(BaseSettings):
     @property
     def limits(self) -> SchedulerLimits:
         """Limits of the scheduler."""
-        most = self.key_value_mb
         return SchedulerLimits(
             rows=self.max_batch_rows,
-            key_value_bytes=None if most is None else most * 10**6,
+            key_value_bytes=None if self.key_value_mb is None else self.key_value_mb * 10**6,
             queue=self.max_queue,
             queued_tokens=self.max_queued_tokens,
             beams=self.max_beams,
@@ -123,21 +122,13 @@ class Settings(BaseSettings):
 
     @property
     def public_name(self) -> str:
-        """The model's name for clients, without the path of a folder.
-
-        >>> Settings(model="mini").public_name
-        'mini'
-        """
+        """The model's name for clients, without the path of a folder."""
         is_path = Path(self.model).exists() or Path(self.model).is_absolute()
         return self.served_model_name or (os.path.basename(os.path.abspath(self.model)) if is_path else self.model)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the host.
-
-    >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("")
-    (True, True, True, False, False)
-    """
+    """Whether only this machine can reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -145,12 +136,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_misspelt(environment: Mapping[str, str]) -> None:
-    """Raise ``InputError`` for a misspelt setting, which would silently change nothing.
-
-    >>> refuse_misspelt({"T5ACCEL_APIKEY": "a"})
-    Traceback (most recent call last):
-    t5accel.errors.InputError: T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY, or unset it.
-    """
+    """Raise ``InputError`` for a misspelt setting, which would silently change nothing."""
     known = {name.upper() for name in Settings.model_fields} | OTHERS
     for name in sorted(environment):
         last = name.upper().removeprefix(PREFIX)

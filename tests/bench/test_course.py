@@ -30,11 +30,6 @@ def outputs(path: Path) -> list[str]:
     return ["".join(out.get("text", "") for out in cell.outputs) for cell in cells if cell.cell_type == "code"]
 
 
-def test_a_kernel_has_nothing_to_warn_of(tmp_path, capfd):
-    execute(write_notebook(tmp_path / "00_quiet.ipynb", "print(1)"), tmp_path / "out")
-    assert outputs(tmp_path / "out" / "00_quiet.ipynb") == ["1\n"] and capfd.readouterr().err == ""
-
-
 @pytest.fixture
 def folder(tmp_path):
     notebooks = tmp_path / "notebooks"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from bench.demo import page as demo
 from bench.demo.at_home import AtHome
 from bench.demo.race import EXAMPLES, TRANSFORMERS, WRONG, LoadedSystem, menu, ways_of
-from bench.tasks import NAMES, references, rows, source_text
+from bench.evaluation import NAMES, references, rows, source_text
 from t5accel.api import open_backend
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError

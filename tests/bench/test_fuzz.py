@@ -1,9 +1,6 @@
 """The soak: it does what it says, and notices a leak."""
 
-from functools import partial
-
 import numpy as np
-from refused import refused
 
 from bench.record.engine import Soak, soak
 from t5accel.backends.torch_eager import TorchEager
@@ -46,10 +43,3 @@ def test_a_leak_is_seen(tiny_t5) -> None:
 def test_growth_counts_from_the_end_of_the_warm_up() -> None:
     assert Soak((10, 100, 100, 90), settled_after=2).growth == 0
     assert Soak((10, 100, 110, 90), settled_after=2).growth == 0.1
-
-
-def test_bad_counts_are_refused(tiny_t5) -> None:
-    for name in SMALL:
-        others = {key: value for key, value in SMALL.items() if key != name}
-        refused(partial(soak, Watched(tiny_t5()), **others), name, 0, match=f"{name} ")
-    refused(partial(soak, Watched(tiny_t5()), settled_after=3), "generations", 3, match="more than settled_after, 3")

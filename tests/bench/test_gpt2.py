@@ -20,7 +20,6 @@ from bench.gpt2 import (
     torch_greedy,
 )
 from t5accel.backends.ort_session import SessionSettings, open_session
-from t5accel.errors import UnknownModelError
 from t5accel.parity import assert_varied
 
 SIZES: dict[str, Any] = dict(vocab_size=200, n_embd=64, n_layer=3, n_head=4, n_positions=64)
@@ -47,10 +46,6 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for last in (False, True):
             export_gpt2(model, folder / f"{cache}-{last}.onnx", cache=cache, last_logits=last)
     return folder
-
-
-def test_without_its_cache_transformers_writes_the_same(model: Any, expected: np.ndarray) -> None:
-    assert (torch_greedy(model, cache=False)(PROMPTS, NEW) == expected).all()
 
 
 @pytest.mark.parametrize("bound", [False, True])
@@ -90,9 +85,3 @@ def test_the_bytes_that_are_handed_over_are_counted(folder: Path) -> None:
 
 def test_the_post_s_six_gigabytes_are_the_logits_of_all_positions() -> None:
     assert 6.0e9 < bytes_of_logits(1, 256) < 7.0e9
-
-
-def test_sizes_are_named(model: Any) -> None:
-    assert model.config.n_layer == 3
-    with pytest.raises(UnknownModelError, match="gpt2-medium"):
-        random_gpt2("gpt2-huge")

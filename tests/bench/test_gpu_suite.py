@@ -25,6 +25,7 @@ from bench.gpu import measurement as measuring
 from bench.gpu import suite
 from bench.gpu.cells import LENGTHS, PUBLISHED, PUBLISHED_BATCHES, RUNTIMES, Cell, cells_for
 from bench.profiling import Prices
+from bench.roofline import decoder_weights_per_step
 from bench.systems import (
     BATCHES,
     COMPILED,
@@ -32,6 +33,7 @@ from bench.systems import (
     FLIGHT,
     GRAPH,
     NAIVE,
+    ON_DEVICE,
     RECOMPUTE,
     REFERENCE,
     SMALL,
@@ -44,13 +46,12 @@ from bench.systems import (
 )
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError
+from t5accel.models.families import SIZES
 from t5accel.models.random_init import RANDOM_SIZES
-from t5accel.models.registry import SIZES
 from t5accel.models.sizes import T5Dims
-from t5accel.roofline import decoder_weights_per_step
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_CPU = [name for name in SYSTEMS if name not in (systems.TENSORRT, systems.KERNEL, THEIR_DRAWS, DRAWN)]
+ON_CPU = [one.name for one in ON_DEVICE if one.name not in (systems.TENSORRT, systems.KERNEL, THEIR_DRAWS, DRAWN)]
 H100, T4 = (9, 0), (7, 5)
 
 
@@ -324,7 +325,9 @@ def test_every_cell_is_kept_at_once_and_a_second_run_goes_on(toy: str, tmp_path:
         run(path, cells)
     kept = json.loads(path.read_text(encoding="utf-8"))
     assert [row["cell"] for row in kept["rows"]] == ["one"] * 3 + ["two"] * 3
-    assert {name: kept[name] for name in records.here()} == records.here() and "bench.gpu.suite" in kept["command"]
+    assert {name: kept[name] for name in records.environment()} == records.environment() and "bench.gpu.suite" in kept[
+        "command"
+    ]
     rows, _ = run(path, cells)
     assert begun == ["one", "two", "three", "three"] and rows[:6] == kept["rows"] and len(rows) == 9
 
@@ -365,7 +368,7 @@ def test_a_profiler_that_fails_leaves_the_rest_of_the_floor(toy: str, tmp_path: 
 
     monkeypatch.setattr(measuring, "prices", lambda device: prices)
     monkeypatch.setattr(measuring, "kernels", raising(RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")))
-    monkeypatch.setattr(machine, "gpu_clocks_mhz", lambda: {"sm": 1980, "memory": 2619})
+    monkeypatch.setattr("bench.gpu.measurement.gpu_clocks_mhz", lambda: {"sm": 1980, "memory": 2619})
     subject = ModelOnDevice(toy, "bfloat16", "cpu", tmp_path)
     subject.model  # noqa: B018 (loaded on the CPU, before it is called something else)
     subject.device = "cuda"
@@ -466,7 +469,7 @@ def test_only_some_cells(toy: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_other_commits_and_packages_go_on_and_another_card_does_not(toy: str, tmp_path: Path, monkeypatch) -> None:
     path, cells = tmp_path / "rows.json", [replace(cell(toy), name=name) for name in ("one", "two")]
-    facts = records.here()
+    facts = records.environment()
     monkeypatch.setattr(suite, "here", lambda: facts | {"commit": "one"})
     run(path, cells[:1])
     later = facts | {"commit": "two", "versions": facts["versions"] | {"onnxruntime-gpu": "1.31.1"}}

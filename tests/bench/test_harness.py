@@ -1,4 +1,4 @@
-"""The harness, with ways that cheat, fail and end early: what is not equal is not timed. No speed is asserted."""
+"""The harness, with entries that cheat, fail and end early: what is not equal is not timed. No speed is asserted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench import harness
-from bench.harness import FEWEST_ROUNDS, Way, measured
+from bench.harness import FEWEST_ROUNDS, Contender, run_comparison
 from bench.results import checked
 from t5accel.errors import InputError, UnequalWorkError
 from t5accel.parity import ParityError
@@ -19,8 +19,8 @@ TOKENS = np.array([[5, 6, 7, 8], [9, 10, 11, 12]])
 WORK = Work(2, 7, 4, threads=1)
 
 
-def way(name: str, *outputs: Any, diary: list[str] | None = None, **options: Any) -> Way:
-    """A way that returns these outputs, the last one again and again; an exception among them is raised."""
+def entry(name: str, *outputs: Any, diary: list[str] | None = None, **options: Any) -> Contender:
+    """A contender that returns these outputs, the last one again and again, or raises an exception among them."""
     diary = [] if diary is None else diary
 
     def run() -> Any:
@@ -30,13 +30,13 @@ def way(name: str, *outputs: Any, diary: list[str] | None = None, **options: Any
             raise output
         return output
 
-    return Way(name, lambda: run, **options)
+    return Contender(name, lambda: run, **options)
 
 
-def test_every_way_runs_once_before_the_rounds_which_go_forth_and_back() -> None:
+def test_every_entry_runs_once_and_the_rounds_go_forth_and_back() -> None:
     diary: list[str] = []
-    rows = measured([way("a", TOKENS, diary=diary), way("b", TOKENS, diary=diary, facts={"backend": "x"})], WORK,
-                    rounds=3, model="toy")  # fmt: skip
+    entries = [entry("a", TOKENS, diary=diary), entry("b", TOKENS, diary=diary, facts={"backend": "x"})]
+    rows = run_comparison(entries, WORK, rounds=3, model="toy")
     assert "".join(diary) == "ab" + "ab" + "ba" + "ab"
     for row in rows:
         assert (row["measured"], row["reference"], row["model"]) == ("speed", "a", "toy")
@@ -50,105 +50,106 @@ def test_every_way_runs_once_before_the_rounds_which_go_forth_and_back() -> None
     assert rows[0]["ratio"] == 1 and rows[1]["backend"] == "x" and "backend" not in rows[0]
 
 
-OTHER = {"another token": TOKENS + np.eye(2, 4, dtype=int), "rows swapped": TOKENS[::-1], "too short": TOKENS[:, :-1],
-         "too few": TOKENS[:1]}  # fmt: skip
+OTHER = {"another token": TOKENS + np.eye(2, 4, dtype=int), "rows swapped": TOKENS[::-1], "too few": TOKENS[:1]}
 
 
 @pytest.mark.parametrize("output", OTHER.values(), ids=OTHER)
 def test_other_tokens_are_refused_before_anything_is_timed(output: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "compare", lambda *_, **__: pytest.fail("timed before proven equal"))
     with pytest.raises(ParityError):
-        measured([way("a", TOKENS), way("b", output)], WORK)
+        run_comparison([entry("a", TOKENS), entry("b", output)], WORK)
 
 
-def test_what_need_not_be_exact_is_counted() -> None:
-    row = measured([way("a", TOKENS), way("b", OTHER["another token"], exact=False)], WORK, rounds=1)[1]
+def test_tokens_of_an_inexact_system_are_counted() -> None:
+    row = run_comparison([entry("a", TOKENS), entry("b", OTHER["another token"], exact=False)], WORK, rounds=1)[1]
     assert (row["equal"], row["of"]) == (6, 8)
     with pytest.raises(InputError, match="shape"):  # fewer tokens are no comparison, exact or not
-        measured([way("a", TOKENS), way("b", TOKENS[:, :2], exact=False)], WORK, rounds=1)
+        run_comparison([entry("a", TOKENS), entry("b", TOKENS[:, :2], exact=False)], WORK, rounds=1)
 
 
 @pytest.mark.parametrize("cut", [TOKENS[:, :-1], TOKENS[:1]], ids=["fewer tokens", "fewer rows"])
 def test_less_work_while_timing_is_refused(cut: np.ndarray) -> None:
     with pytest.raises(UnequalWorkError, match="'b'"):
-        measured([way("a", TOKENS), way("b", TOKENS, cut)], WORK)
+        run_comparison([entry("a", TOKENS), entry("b", TOKENS, cut)], WORK)
 
 
 def test_a_degenerate_reference_is_no_evidence() -> None:
     dull = np.full((2, 4), 7)
     with pytest.raises(InputError, match="degenerate"):
-        measured([way("a", dull), way("b", dull)], WORK)
+        run_comparison([entry("a", dull), entry("b", dull)], WORK)
 
 
 def test_answers_of_natural_length_are_compared_whole_and_their_tokens_counted() -> None:
     longer = np.array([[5, 6, 7, 8, 0], [9, 10, 11, 12, 13]])
     work = Work(2, 7, 5, forced_length=False)
-    a, b = measured([way("a", TOKENS), way("b", longer, exact=False)], work, rounds=1)
+    a, b = run_comparison([entry("a", TOKENS), entry("b", longer, exact=False)], work, rounds=1)
     assert (a["new_tokens"], a["equal"], a["of"], a["forced"]) == (8, 2, 2, False)
     assert (b["new_tokens"], b["equal"], b["of"]) == (9, 1, 2) and "threads" not in b
     assert b["tokens_per_s"] == pytest.approx(9 / b["latency_s"][0])
     with pytest.raises(ParityError):
-        measured([way("a", TOKENS), way("b", longer)], work)
+        run_comparison([entry("a", TOKENS), entry("b", longer)], work)
     short = np.array([[5, 1], [6, 1], [7, 1]])
-    assert measured([way("a", short), way("b", short)], work, rounds=1)[1]["equal"] == 3
+    assert run_comparison([entry("a", short), entry("b", short)], work, rounds=1)[1]["equal"] == 3
     with pytest.raises(InputError, match="degenerate"):
-        measured([way("a", short[[0, 0, 0]]), way("b", short[[0, 0, 0]])], work)
+        run_comparison([entry("a", short[[0, 0, 0]]), entry("b", short[[0, 0, 0]])], work)
 
 
 def test_numbers_are_compared_within_a_tolerance_and_other_things_not_at_all() -> None:
-    ways = [way("a", TOKENS * 1.0), way("b", TOKENS + 1e-4)]
+    entries = [entry("a", TOKENS * 1.0), entry("b", TOKENS + 1e-4)]
     facts = dict.fromkeys(("batch", "beams", "new_tokens"))
-    row = measured(ways, WORK, rounds=1, atol=1e-3, **facts)[1]
+    row = run_comparison(entries, WORK, rounds=1, atol=1e-3, **facts)[1]
     assert not {"equal", "tokens_per_s", *facts} & row.keys() and row["latency_s"]
     with pytest.raises(ParityError):
-        measured(ways, WORK, rounds=1, atol=1e-5)
-    assert len(measured([way("a", "one"), way("b", ["another"])], WORK, rounds=1, atol=None)) == 2
+        run_comparison(entries, WORK, rounds=1, atol=1e-5)
+    assert len(run_comparison([entry("a", "one"), entry("b", ["another"])], WORK, rounds=1, atol=None)) == 2
 
 
-def test_a_way_that_fails_is_a_row_that_says_why_and_the_others_go_on() -> None:
+def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on() -> None:
     def missing() -> Any:
         raise ModuleNotFoundError("no runtime\nhere")
 
-    ways = [
-        way("a", TOKENS), Way("missing", missing), way("unequal", OTHER["rows swapped"]),
-        way("dies", TOKENS, TOKENS, RuntimeError("killed")), way("b", TOKENS),
+    entries = [
+        entry("a", TOKENS), Contender("missing", missing), entry("unequal", OTHER["rows swapped"]),
+        entry("dies", TOKENS, TOKENS, RuntimeError("killed")), entry("b", TOKENS),
     ]  # fmt: skip
     diary: list[str] = []
-    rows = {row["system"]: row for row in measured(ways, WORK, rounds=3, keep_going=True, on_way=diary.append)}
+    rows = {
+        row["system"]: row for row in run_comparison(entries, WORK, rounds=3, keep_going=True, on_built=diary.append)
+    }
     assert [*rows] == diary == ["a", "missing", "unequal", "dies", "b"]
     assert rows["missing"]["failed"] == "ModuleNotFoundError: no runtime … here"
     assert rows["unequal"]["failed"].startswith("ParityError") and "killed" in rows["dies"]["failed"]
     for name, row in rows.items():
         assert ("failed" in row) == (name not in "ab") == ("latency_s" not in row) == ("ratio" not in row)
-    for bad in ([way("a", RuntimeError("no reference")), way("b", TOKENS)],
-                [way("a", TOKENS, RuntimeError("no reference")), way("b", TOKENS)]):  # fmt: skip
+    for bad in ([entry("a", RuntimeError("no reference")), entry("b", TOKENS)],
+                [entry("a", TOKENS, RuntimeError("no reference")), entry("b", TOKENS)]):  # fmt: skip
         with pytest.raises(RuntimeError, match="no reference"):
-            measured(bad, WORK, keep_going=True)
+            run_comparison(bad, WORK, keep_going=True)
 
 
 def test_rounds_fit_into_the_time_and_too_little_gives_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
     monkeypatch.setattr(harness, "perf_counter", lambda: next(clock))  # every look at it is a second later
-    assert measured([way("a", TOKENS), way("b", TOKENS)], WORK, seconds=7 + FEWEST_ROUNDS - 1) == []
+    assert run_comparison([entry("a", TOKENS), entry("b", TOKENS)], WORK, seconds=7 + FEWEST_ROUNDS - 1) == []
     for seconds, rounds in ((7 + 4, 4), (1000, 5)):
         clock = iter(range(1000))
-        rows = measured([way("a", TOKENS), way("b", TOKENS)], WORK, seconds=seconds, rounds=5)
+        rows = run_comparison([entry("a", TOKENS), entry("b", TOKENS)], WORK, seconds=seconds, rounds=5)
         assert {len(row["latency_s"]) for row in rows} == {rounds}
 
 
-def test_a_way_that_fails_while_the_time_is_estimated_is_a_row_too() -> None:
-    ways = [way("a", TOKENS), way("dies", TOKENS, RuntimeError("killed")), way("b", TOKENS)]
-    rows = measured(ways, WORK, rounds=3, keep_going=True, seconds=60)
+def test_a_failure_while_the_time_is_estimated_is_a_row_too() -> None:
+    entries = [entry("a", TOKENS), entry("dies", TOKENS, RuntimeError("killed")), entry("b", TOKENS)]
+    rows = run_comparison(entries, WORK, rounds=3, keep_going=True, seconds=60)
     assert ["failed" in row for row in rows] == [False, True, False] and len(rows[2]["latency_s"]) == 3
 
 
-def test_one_way_alone_and_equal_names_are_refused() -> None:
-    for ways in ([], [way("a", TOKENS)], [way("a", TOKENS), way("a", TOKENS)]):
-        with pytest.raises(InputError, match="ways"):
-            measured(ways, WORK)
+def test_one_entry_alone_and_equal_names_are_refused() -> None:
+    for entries in ([], [entry("a", TOKENS)], [entry("a", TOKENS), entry("a", TOKENS)]):
+        with pytest.raises(InputError, match="entries"):
+            run_comparison(entries, WORK)
 
 
 def test_a_device_is_waited_for() -> None:
     calls: list[int] = []
-    measured([way("a", TOKENS), way("b", TOKENS)], WORK, rounds=2, synchronize=lambda: calls.append(1))
+    run_comparison([entry("a", TOKENS), entry("b", TOKENS)], WORK, rounds=2, synchronize=lambda: calls.append(1))
     assert len(calls) == 2 * 2 * 2  # before and after each of four samples

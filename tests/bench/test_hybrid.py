@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 from programs import PROGRAM, check_program, histories_of
+from refused import refused
 from test_encoder_cache import logits_of
 
 from bench.baselines.layout_backends import HybridOnnxT5
-from bench.baselines.layout_graphs import LM_HEAD
 from bench.baselines.layouts import export_layout
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.errors import ExportError, InputError, NotT5Error
-from t5accel.graphs.contract import ENCODER
 from t5accel.parity import assert_close
 
 ONE_THREAD = SessionSettings(threads=1)
@@ -89,22 +89,9 @@ def forgotten_past(backend: HybridOnnxT5) -> dict[str, Callable[..., Any]]:
     return {"_run_decoder": run_decoder}
 
 
-def positions_in_another_order(backend: HybridOnnxT5) -> dict[str, Callable[..., Any]]:
-    """The encoder's output is another one."""
-    return {"_run_encoder": lambda ids, mask: HybridOnnxT5._run_encoder(backend, ids, mask).flip(-1)}
-
-
-BROKEN: dict[str, Callable[[HybridOnnxT5], dict[str, Callable[..., Any]]]] = {
-    "no mask of the past": no_past_mask,
-    "a forgotten past": forgotten_past,
-    "another encoder": positions_in_another_order,
-}
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, broken: str) -> None:
-    check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
-    vars(own).update(BROKEN[broken](own))
+@pytest.mark.parametrize("fault", [no_past_mask, forgotten_past])
+def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, fault: Callable[..., Any]) -> None:
+    vars(own).update(fault(own))
     with pytest.raises(AssertionError, match="not close"):
         check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
 
@@ -112,32 +99,19 @@ def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, broken: str) -> 
 # Bad input
 
 
-def test_the_graphs_have_to_be_the_models(laid_out, tiny_t5) -> None:
-    for other in (tiny_t5("gated-untied"), tiny_t5(seed=2), tiny_t5(eos_token_id=7)):
-        with pytest.raises(InputError, match="other weights"):
-            HybridOnnxT5(laid_out("onnxt5"), other, settings=ONE_THREAD)
+def test_the_graphs_must_be_of_the_model(laid_out, tiny_t5) -> None:
     changed = copy.deepcopy(tiny_t5())
-    HybridOnnxT5(laid_out("onnxt5"), changed, settings=ONE_THREAD)
     with torch.no_grad():
         changed.decoder.block[2].layer[2].DenseReluDense.wo.weight[3, 4] += 1
-    with pytest.raises(InputError, match="export_layout"):
-        HybridOnnxT5(laid_out("onnxt5"), changed, settings=ONE_THREAD)
+    for other in (tiny_t5("gated-untied"), tiny_t5(eos_token_id=7), changed):
+        with pytest.raises(InputError, match="other weights"):
+            HybridOnnxT5(laid_out("onnxt5"), other, settings=ONE_THREAD)
 
 
-def test_no_model_no_folder_and_no_settings(laid_out, tiny_t5, tmp_path: Path) -> None:
-    for error, match, folder, model, options in (
-        (NotT5Error, "", laid_out("onnxt5"), torch.nn.Linear(1, 1), {}),
-        *((InputError, "^model must be", laid_out("onnxt5"), model, {}) for model in (None, "mini")),
-        (ExportError, "holds no whole layout", tmp_path, tiny_t5(), {}),
-        (ExportError, "'whole'.*onnxt5", laid_out("whole"), tiny_t5(), {}),
-        (InputError, "SessionSettings", laid_out("onnxt5"), tiny_t5(), dict(settings="cpu")),
-        (InputError, "SessionSettings", laid_out("onnxt5"), tiny_t5(), dict(settings={"threads": 1})),
-    ):
-        with pytest.raises(error, match=match):
-            HybridOnnxT5(folder, model, **options)
-
-
-def test_the_graphs_are_those_of_the_settings(laid_out, tiny_t5, padded_batch) -> None:
-    backend = HybridOnnxT5(laid_out("onnxt5"), tiny_t5(), settings=SessionSettings(threads=2, spinning=False))
-    assert backend.sessions.keys() == {ENCODER, LM_HEAD}
-    assert all(session.get_session_options().intra_op_num_threads == 2 for session in backend.sessions.values())
+def test_invalid_arguments(laid_out, tiny_t5, tmp_path: Path) -> None:
+    folder, model = laid_out("onnxt5"), tiny_t5()
+    refused(partial(HybridOnnxT5, folder), "model", None, "mini")
+    refused(partial(HybridOnnxT5, folder), "model", torch.nn.Linear(1, 1), match="", error=NotT5Error)
+    refused(partial(HybridOnnxT5, folder, model), "settings", "cpu", {"threads": 1})
+    refused(partial(HybridOnnxT5, model=model), "folder", tmp_path, laid_out("whole"), match="layout|onnxt5",
+            error=ExportError)  # fmt: skip

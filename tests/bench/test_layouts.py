@@ -1,11 +1,11 @@
-"""The layouts of the past: folders whole or not there, graphs with transformers' own logits, and what each costs."""
+"""Folders of older layouts: their graphs, sizes and refusals. `test_conformance` compares their logits."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,18 @@ import onnx
 import pytest
 import torch
 from programs import PROGRAM, Watched, check_program, histories_of
+from refused import refused
 
-from bench.baselines import layouts
 from bench.baselines.layout_backends import MergedGraphs, RowBackend, ThreeGraphs, WholeGraph
 from bench.baselines.layout_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
 from bench.baselines.layouts import DESCRIPTION, LayoutSizes, export_layout, layout_sizes, read_layout
 from bench.profiling import StepTraffic, bytes_per_step
-from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
-from t5accel.errors import ExportError, InputError, NotT5Error
+from t5accel.errors import ExportError, NotT5Error
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS
-from t5accel.graphs.export import export_model, t5_weights
-from t5accel.models.random_init import random_t5
+from t5accel.graphs.export import export_model
 
 ONE_THREAD = SessionSettings(threads=1)
 RUNTIMES = [ThreeGraphs, MergedGraphs, WholeGraph]
@@ -127,35 +125,17 @@ def no_past_mask(backend: RowBackend) -> Patches:
     return {"_inputs": inputs}
 
 
-def blocks_of_rows(backend: RowBackend) -> Patches:
-    """Rows of one source do not stand together."""
+def wrong_branch(backend: RowBackend) -> Patches:
+    """Of the merged decoder; the others have no branches, and forget their past."""
 
-    def new_state(source: Any, rows: int) -> Any:
-        state = type(backend).new_state(backend, source, rows)
-        state.source = {name: np.concatenate([array] * rows) for name, array in source.inputs.items()}
-        return state
+    def inputs(*arguments: Any) -> Any:
+        file, handed = type(backend)._inputs(backend, *arguments)
+        return file, {**handed, "use_cache_branch": np.array([False])}
 
-    return {"new_state": new_state}
-
-
-def source_stays(backend: RowBackend) -> Patches:
-    """The histories of the kept sources go on, with the first sources."""
-
-    def select_sources(state: Any, sources: np.ndarray) -> None:
-        rows = len(sources) * state.rows.shape[1]
-        first = {name: array[:rows] for name, array in state.source.items()}
-        type(backend).select_sources(backend, state, sources)
-        state.source = first
-
-    return {"select_sources": select_sources}
+    return {"_inputs": inputs} if backend.layout == "merged" else forgotten_past(backend)
 
 
-BROKEN: dict[str, Callable[[RowBackend], Patches]] = {
-    "a forgotten past": forgotten_past,
-    "no mask of the past": no_past_mask,
-    "rows in another order": blocks_of_rows,
-    "the source stays": source_stays,
-}
+BROKEN = {"a forgotten past": forgotten_past, "no mask of the past": no_past_mask, "the wrong branch": wrong_branch}
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -165,44 +145,6 @@ def test_a_broken_backend_is_caught(laid_out, runtime, tiny_t5, padded_batch, br
     vars(own).update(BROKEN[broken](own))
     with pytest.raises(AssertionError, match="not close"):
         check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
-
-
-def test_the_wrong_branch_is_caught(laid_out, tiny_t5, padded_batch) -> None:
-    own = MergedGraphs(laid_out("merged"), settings=ONE_THREAD)
-
-    def inputs(*arguments: Any) -> Any:
-        file, handed = MergedGraphs._inputs(own, *arguments)
-        return file, {**handed, "use_cache_branch": np.array([False])}
-
-    own._inputs = inputs
-    with pytest.raises(AssertionError, match="not close"):
-        check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
-
-
-@pytest.mark.parametrize("runtime", [ThreeGraphs, MergedGraphs])
-def test_cross_attention_of_another_layer_is_caught(laid_out, runtime, tiny_t5, padded_batch) -> None:
-    own = runtime(laid_out(runtime.layout), settings=ONE_THREAD)
-
-    def after(state: Any, inputs: Any, outputs: Any) -> Any:
-        cross = [name for name in outputs if name.startswith("present_cross")]
-        swapped = dict(zip(cross, [outputs[name] for name in [*cross[2:], *cross[:2]]], strict=True))
-        return runtime._after(own, state, inputs, {**outputs, **swapped})
-
-    own._after = after
-    with pytest.raises(AssertionError, match="not close"):
-        check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
-
-
-# Tokens
-
-
-def test_beams_behind_generate(opened, runtime, tiny_t5, padded_batch) -> None:
-    model, options = tiny_t5("shallower-decoder"), dict(num_beams=3, do_sample=False, max_new_tokens=8)
-    ids, mask = (torch.as_tensor(array) for array in padded_batch)
-    expected = model.generate(input_ids=ids, attention_mask=mask, **options)
-    assert len(np.unique(expected)) > 8
-    ours = AcceleratedT5(opened(runtime, "shallower-decoder"), model.config)
-    np.testing.assert_array_equal(ours.generate(input_ids=ids, attention_mask=mask, **options), expected)
 
 
 # What it costs
@@ -235,17 +177,6 @@ def test_merged_is_smaller_than_three_graphs_by_the_decoder(laid_out, kind: str)
     assert three.decoder_bytes - merged.decoder_bytes == decoder
     embedding = later["shared.weight"]  # in all three graphs, or in both
     assert three.repeated_bytes == decoder + 2 * embedding and merged.repeated_bytes == embedding
-
-
-def test_the_files_differ_by_the_decoder(tmp_path: Path) -> None:
-    """Where the weights are large enough for the nodes not to matter."""
-    sizes = dict(d_model=128, d_kv=32, d_ff=512, num_heads=4, num_layers=1, num_decoder_layers=2, vocab_size=400)
-    model = random_t5(sizes)
-    for layout in ("fastt5", "merged"):
-        export_layout(model, tmp_path / layout, layout)
-    three, merged = (sizes_of(tmp_path / layout) for layout in ("fastt5", "merged"))
-    twice = sum(weights_in(tmp_path / "fastt5" / DECODER).values())
-    assert three.size_bytes - merged.size_bytes == pytest.approx(twice, rel=0.01) and twice > 1.5e6
 
 
 def test_of_each_layout_what_a_table_shows(laid_out, exported, tiny_t5, tmp_path: Path) -> None:
@@ -293,18 +224,6 @@ def test_traffic_is_counted_from_the_arrays(opened, padded_batch) -> None:
         assert whole.taken_back == {"logits": 12 * rows * 6 * 300 * 4}
 
 
-def test_what_cannot_be_weighed(tmp_path: Path) -> None:
-    for junk in (None, "", 5):
-        with pytest.raises(InputError, match="folder"):
-            layout_sizes(junk)
-    for folder, match in ((tmp_path, "holds no graphs"), (tmp_path / "missing", "cannot be read")):
-        with pytest.raises(ExportError, match=match):
-            layout_sizes(folder)
-    (tmp_path / "decoder.onnx").write_bytes(b"no graph at all")
-    with pytest.raises(ExportError, match="cannot be read"):
-        layout_sizes(tmp_path)
-
-
 # The folder
 
 
@@ -322,78 +241,33 @@ def test_weights_beside_the_graphs(laid_out, layout: str, tiny_t5, padded_batch,
         onnx.checker.check_model(tmp_path / "out" / file)
 
 
+def test_the_description_names_the_checkpoint(exported, laid_out, layout: str) -> None:
+    found = read_layout(laid_out(layout))
+    ours = OrtNumpy(exported(), settings=ONE_THREAD).manifest
+    assert (found.name, found.source, found.dims, found.tokens) == (layout, ours.source, ours.dims, ours.tokens)
+
+
 def test_a_model_by_name(tmp_path: Path) -> None:
     written = export_layout("mini", tmp_path / "mini", "onnxt5")
     assert written.source["name"] == "mini" and read_layout(tmp_path / "mini") == written
 
 
-def test_the_description_names_the_checkpoint(exported, laid_out, layout: str) -> None:
-    found = read_layout(laid_out(layout))
-    ours = OrtNumpy(exported(), settings=ONE_THREAD).manifest
-    assert (found.name, found.source, found.dims) == (layout, ours.source, ours.dims)
-    assert found.tokens == ours.tokens
-
-
-WRONG: dict[str, tuple[Any, ...]] = {
-    "layout": ("two", "", "FastT5", None, 3, ["whole"], {}),
-    "external_threshold_bytes": (-1, 2**31, 1.5, "0", None, True),
-    "folder": (None, 5, "", b"x", "a\0b"),
-    "model": (torch.nn.Linear(2, 2), 5, None),
-}
-
-
-@pytest.mark.parametrize(("name", "wrong"), [(name, value) for name in WRONG for value in WRONG[name]], ids=str)
-def test_what_is_not_written(tiny_t5, tmp_path: Path, name: str, wrong: Any) -> None:
-    arguments = dict(model=tiny_t5(), folder=tmp_path / "out", layout="whole") | {name: wrong}
-    with pytest.raises(NotT5Error if name == "model" else InputError, match="" if name == "model" else name):
-        export_layout(**arguments)
-    assert beside(tmp_path) == set()
-
-
-def test_a_missing_weight_is_noticed_before_anything_is_written(tiny_t5, layout: str, tmp_path, monkeypatch) -> None:
-    weights = t5_weights(tiny_t5())
-    arrays = {name: array for name, array in weights.arrays.items() if name != "shared.weight"}
-    monkeypatch.setattr(layouts, "t5_weights", lambda model: dataclasses.replace(weights, arrays=arrays))
-    with pytest.raises(NotT5Error, match=r"no weight shared\.weight"):
-        export_layout(tiny_t5(), tmp_path / "out", layout)
-    assert beside(tmp_path) == set()
-
-
-def test_a_folder_that_holds_something_is_kept(tiny_t5, layout: str, tmp_path: Path) -> None:
+def test_nothing_is_written_for_invalid_arguments(tiny_t5, tmp_path: Path, monkeypatch) -> None:
+    export = partial(export_layout, **dict(model=tiny_t5(), folder=tmp_path / "out", layout="whole"))
+    refused(export, "layout", "two", "FastT5", None, 3)
+    refused(export, "external_threshold_bytes", -1, 2**31, "0")
+    refused(export, "folder", None, 5, "", b"x")
+    refused(export, "model", torch.nn.Linear(2, 2), match="", error=NotT5Error)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note.txt").write_text("mine")
-    (tmp_path / "file").write_text("mine")
-    for name in ("full", "file"):
-        with pytest.raises(ExportError, match=rf"{name} is not empty"):
-            export_layout(tiny_t5(), tmp_path / name, layout)
-    assert beside(tmp_path) == {"full", "file"} and (tmp_path / "file").read_text() == "mine"
-    assert beside(tmp_path / "full") == {"note.txt"}
-    (tmp_path / "empty").mkdir()
-    export_layout(tiny_t5(), tmp_path / "empty", layout)
-    with pytest.raises(ExportError, match="not empty"):
-        export_layout(tiny_t5(), tmp_path / "empty", layout)
-    assert read_layout(tmp_path / "empty").name == layout
+    refused(export, "folder", tmp_path / "full", match="not empty", error=ExportError)
+    monkeypatch.setattr(GraphBuilder, "proto", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export()
+    assert beside(tmp_path) == {"full"} and beside(tmp_path / "full") == {"note.txt"}
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_failed_export_leaves_nothing(tiny_t5, layout: str, tmp_path: Path, monkeypatch, error: Any) -> None:
-    """It fails at the last graph, when all others are written."""
-    proto, left = GraphBuilder.proto, [len(LAYOUTS[layout])]
-
-    def fail_at_last(self: GraphBuilder, *arguments: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
-            raise error
-        return proto(self, *arguments)
-
-    monkeypatch.setattr(GraphBuilder, "proto", fail_at_last)
-    expected = ExportError if isinstance(error, OSError) else KeyboardInterrupt
-    with pytest.raises(expected):
-        export_layout(tiny_t5(), tmp_path / "out", layout)
-    assert beside(tmp_path) == set() and left == [0]
-
-
-def test_another_layout_is_refused(laid_out, runtime, exported) -> None:
+def test_another_layout_is_refused(laid_out, runtime, exported, tmp_path: Path) -> None:
     for other in LAYOUTS.keys() - {runtime.layout}:
         with pytest.raises(ExportError, match=rf"'{other}'.*{runtime.layout}"):
             runtime(laid_out(other))
@@ -401,47 +275,20 @@ def test_another_layout_is_refused(laid_out, runtime, exported) -> None:
         runtime(exported())
     with pytest.raises(ExportError, match="no export of t5accel"):
         OrtNumpy(laid_out(runtime.layout))
-    for wrong in ("cpu", {"threads": 1}, 1):
-        with pytest.raises(InputError, match="SessionSettings"):
-            runtime(laid_out(runtime.layout), settings=wrong)
+    refused(partial(runtime, laid_out(runtime.layout)), "settings", "cpu", {"threads": 1})
+    refused(layout_sizes, "folder", None, "", 5)
+    refused(layout_sizes, "folder", tmp_path, match="holds no graphs", error=ExportError)
 
 
 def test_a_damaged_folder_is_refused(tiny_t5, tmp_path: Path) -> None:
     export_layout(tiny_t5(), tmp_path / "out", "merged")
     graph, description = tmp_path / "out" / MERGED_DECODER, tmp_path / "out" / DESCRIPTION
     whole, text = graph.read_bytes(), description.read_text()
-    graph.write_bytes(whole[:-1])
-    with pytest.raises(ExportError, match=r"merged_decoder\.onnx is not of \d+ bytes.*export_layout"):
-        MergedGraphs(tmp_path / "out")
-    graph.unlink()
-    with pytest.raises(ExportError, match=r"merged_decoder\.onnx"):
-        MergedGraphs(tmp_path / "out")
-    graph.write_bytes(b"\0" * len(whole))
-    with pytest.raises(ExportError, match=r"merged_decoder\.onnx cannot be run"):
-        MergedGraphs(tmp_path / "out", settings=ONE_THREAD)
-    content = json.loads(text)
-    damaged = ["", "{", "[]", "null", "7", "[" * 99999, text.replace("d_model", "model")]
-    damaged += [json.dumps({key: value for key, value in content.items() if key != name}) for name in content]
-    damaged += [json.dumps({**content, name: None}) for name in ("dims", "files")]
-    for broken in damaged:
+    for damaged in (whole[:-1], b"\0" * len(whole)):
+        graph.write_bytes(damaged)
+        with pytest.raises(ExportError, match=r"merged_decoder\.onnx"):
+            MergedGraphs(tmp_path / "out", settings=ONE_THREAD)
+    for broken in ("", "[]", text.replace("d_model", "model"), json.dumps({**json.loads(text), "files": None})):
         description.write_text(broken)
-        with pytest.raises(ExportError, match=r"layout\.json (is damaged|must hold a JSON object)"):
+        with pytest.raises(ExportError, match=r"layout\.json"):
             read_layout(tmp_path / "out")
-    description.unlink()
-    with pytest.raises(ExportError, match="holds no whole layout"):
-        read_layout(tmp_path / "out")
-
-
-def test_every_weight_is_used(tiny_t5, kind: str) -> None:
-    """What a layout holds is what it needs: no initializer stands in a graph without a node that reads it."""
-    weights = t5_weights(tiny_t5(kind))
-    for files in LAYOUTS.values():
-        for build in files.values():
-            graph = build(weights).proto().graph
-            read = set()
-            graphs = [graph]
-            while graphs:
-                for node in graphs.pop().node:
-                    read |= set(node.input)
-                    graphs += [attribute.g for attribute in node.attribute if attribute.HasField("g")]
-            assert {tensor.name for tensor in graph.initializer} <= read

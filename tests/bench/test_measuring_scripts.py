@@ -93,27 +93,6 @@ def test_a_floor_is_measured_at_the_size_of_the_weights(monkeypatch: pytest.Monk
     assert len([*script.floor_rows("mini", "fp32", 3)]) == len([*script.floor_rows("random:t5-small", "int8", 3)]) == 1
 
 
-def test_the_fused_step_is_timed_beside_the_portable_graph_and_itself() -> None:
-    script = import_module("bench.record.fused_step")
-    rows = [checked(row) for row in script.cell_rows("int8", (2, 6, 2), 3, model="mini")]
-    assert [row["system"] for row in rows] == ["portable graph", script.CONTROL, "fused step"]
-    assert rows[1]["equal"] == rows[1]["of"] == 12
-    assert 0 < rows[2]["error"] <= rows[2]["allowed_error"] < 0.2
-    assert "2 beams" in script.line(rows[2])
-
-
-def test_the_parts_of_a_token_add_up_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = import_module("bench.record.step_parts")
-    monkeypatch.setattr(script, "MODEL", "mini")
-    monkeypatch.setattr(script, "TOKENS", 6)
-    for precision in ("fp32", "int8"):
-        row = checked(script.parts(precision, 2, tmp_path))
-        assert [*row["settings"]] == [*script.PARTS] and sum(row["settings"].values()) == pytest.approx(
-            row["us_per_token"], abs=0.5
-        )
-        assert row["floor_s"] == row["weight_bytes"] / row["bytes_per_s"] and row["nodes"] > 50
-
-
 def test_sorted_batches_are_timed_beside_batches_in_file_order_on_equal_answers() -> None:
     script = import_module("bench.record.batch")
     rows = [checked(row) for row in script.rows_of("fp32", 2, 1, budgets=(200,))]

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import os
-import platform
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -21,27 +15,23 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from programs import PROGRAM, check_program
 from refused import refused
 from silence import quiet
 from test_export import references, size_bytes
 from test_greedy_search import check_equals_generate
-from test_ort import PROGRAM_WITHOUT, ROOT
 
 from bench.baselines import optimized_export as optimize
 from bench.baselines.optimized_export import optimize_export, optimized_graph
+from bench.baselines.ort_iobinding import OrtBound
 from t5accel import machine
 from t5accel.api import accelerate
-from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs import ort_levels as portability
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
-from t5accel.graphs.export import export_model
 from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
 from t5accel.graphs.ort_levels import LEVELS, require_runnable_here, this_machine
 from t5accel.graphs.rewriting import contrib_operators, count_nodes, load_graphs
@@ -92,12 +82,6 @@ def two_nodes() -> list[Any]:
 # Nodes are counted
 
 
-def test_two_nodes(tmp_path: Path) -> None:
-    path = save(tmp_path / "two.onnx", two_nodes())
-    assert count_nodes(path) == count_nodes(str(path)) == Counter(Neg=1, Add=1)
-    assert contrib_operators(path) == []
-
-
 def test_sets_of_operators_are_named_and_branches_are_counted(tmp_path: Path) -> None:
     y = helper.make_tensor_value_info("z", TensorProto.FLOAT, ["N"])
     then, otherwise = (
@@ -116,19 +100,13 @@ def test_sets_of_operators_are_named_and_branches_are_counted(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("kind", "domain", "is_standard"),
-    [("Gelu", "", True), ("LayerNormalization", "", True), ("Scaler", "ai.onnx.ml", True), (NORM, "", False),
-     ("RMSNormalization", "", False), ("Gelu", "com.microsoft", False), ("Conv", "com.microsoft.nchwc", False)],
-)  # fmt: skip
+    [("Gelu", "", True), (NORM, "", False), ("RMSNormalization", "", False), ("Gelu", "com.microsoft", False)],
+)
 def test_the_standard_is_asked(tmp_path: Path, kind: str, domain: str, is_standard: bool) -> None:
     """By set and version: RMSNormalization came with opset 23."""
     node = helper.make_node(kind, ["x"], ["y"], domain=domain)
     path = save(tmp_path / "one.onnx", [node], {"": 20, **({domain: 1} if domain else {})})
     assert (contrib_operators(path) == []) == is_standard
-
-
-def test_weights_beside_a_graph_are_not_read(portable, tmp_path: Path) -> None:
-    shutil.copy(portable() / DECODER, tmp_path)
-    assert count_nodes(tmp_path / DECODER) == count_nodes(portable() / DECODER)
 
 
 @pytest.mark.parametrize("read", [count_nodes, contrib_operators, lambda path: optimized_graph(path).__enter__()])
@@ -181,7 +159,7 @@ def test_a_session_optimises_as_it_is_told(tiny_t5, portable, padded_batch, leve
 
 
 def test_no_level(portable, tmp_path: Path) -> None:
-    levels = ("ALL", "ORT_ENABLE_ALL", "", None, 99, True, ["all"], b"all")
+    levels = ("ALL", "", None, ["all"])
     refused(SessionSettings, "graph_optimization", *levels, match="^graph_optimization")
     refused(partial(optimize_export, portable(), tmp_path / "x"), "level", *levels, match="^level")
     refused(lambda level: optimized_graph(portable() / DECODER, level).__enter__(), "level", *levels, match="^level")
@@ -235,15 +213,6 @@ def test_of_standard_operators(optimized, tiny_t5, padded_batch, level: str) -> 
     check_same(OrtNumpy(folder, settings=ONE_THREAD), tiny_t5(), padded_batch)
 
 
-def test_nothing_is_optimised_twice_that_is_kept_as_it_is(optimized, padded_batch) -> None:
-    """A session that adds nothing runs the same graph, to the last bit."""
-    new, logits = np.arange(3, 33).reshape(6, 1, 5), []
-    for level in ("disable", "all"):
-        backend = OrtNumpy(optimized(), settings=SessionSettings(threads=1, graph_optimization=level))
-        logits.append(backend.step(backend.new_state(backend.encode(*padded_batch)), new))
-    np.testing.assert_array_equal(*logits)
-
-
 # What is written
 
 
@@ -285,10 +254,6 @@ def test_weights_lie_where_they_lay(portable, optimized) -> None:
     assert list(backend._weights) == ["shared.weight"]
 
 
-def test_an_untied_model_grows_by_nothing(portable, optimized) -> None:
-    assert abs(size_bytes(optimized("umt5")) - size_bytes(portable("umt5"))) < 4096
-
-
 def test_made_up_names_are_told_apart(tmp_path: Path) -> None:
     """An optimiser calls what it computed in either graph "folded"; what is equal is stored once all the same."""
     weights = {"a": np.arange(2000.0, dtype=np.float32), "b": np.ones(2000, dtype=np.float32)}
@@ -315,14 +280,6 @@ def test_a_tokenizer_and_all_other_files_come_along(exported_mini, tmp_path: Pat
     assert manifest.files.keys() == read_manifest(exported_mini).files.keys() > {"tokenizer.json"}
     for name in manifest.files.keys() - {ENCODER, DECODER}:
         assert (tmp_path / "mini" / name).read_bytes() == (exported_mini / name).read_bytes()
-    text = "translate English to French: I am tired."
-    program = PROGRAM_WITHOUT.replace("RUNTIME_MODULE", OrtNumpy.__module__).replace("RUNTIME", "OrtNumpy")
-    answer = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "mini", text],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
-        capture_output=True, encoding="utf-8",
-    )  # fmt: skip
-    assert (answer.stdout, answer.stderr) == ("Je suis fatigué.\n", ""), "without torch and transformers"
 
 
 def test_a_copy_of_the_copy_says_the_same(optimized, tmp_path: Path) -> None:
@@ -333,21 +290,12 @@ def test_a_copy_of_the_copy_says_the_same(optimized, tmp_path: Path) -> None:
 
 # Elsewhere
 
-ELSEWHERE: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
-    "CPU": ("cpu .*; here is cpu Other 9000", lambda patch: patch_facts(patch, cpu="Other 9000")),
-    "unknown CPU": ("cpu .*; here is cpu unknown", lambda patch: patch_facts(patch, cpu=None)),
-    "fewer instructions": (
-        "instruction sets .*; here is instruction sets avx2", lambda patch: patch_facts(patch, cpu_flags=["avx2"])),
-    "unknown instructions": ("here is instruction sets unknown", lambda patch: patch_facts(patch, cpu_flags=None)),
-    "architecture": (
-        "architecture .*; here is architecture riscv64",
-        lambda patch: patch.setattr(platform, "machine", lambda: "riscv64"),
-    ),
-    "onnxruntime": (
-        f"onnxruntime {onnxruntime.__version__}; here is onnxruntime 9.9.9",
-        lambda patch: patch.setattr(onnxruntime, "__version__", "9.9.9"),
-    ),
-}  # fmt: skip
+ELSEWHERE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "cpu Other 9000": lambda patch: patch_facts(patch, cpu="Other 9000"),
+    "instruction sets avx2": lambda patch: patch_facts(patch, cpu_flags=["avx2"]),
+    "instruction sets unknown": lambda patch: patch_facts(patch, cpu_flags=None),
+    "onnxruntime 9.9.9": lambda patch: patch.setattr(onnxruntime, "__version__", "9.9.9"),
+}
 
 
 def patch_facts(patch: pytest.MonkeyPatch, **changed: Any) -> None:
@@ -357,14 +305,12 @@ def patch_facts(patch: pytest.MonkeyPatch, **changed: Any) -> None:
 
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_refused_elsewhere(portable, optimized, monkeypatch, where: str) -> None:
-    folder, (difference, move) = optimized(), ELSEWHERE[where]
+    folder = optimized()
     OrtNumpy(folder, settings=ONE_THREAD)
-    move(monkeypatch)
+    ELSEWHERE[where](monkeypatch)
     for open_ in (OrtNumpy, OrtBound, partial(accelerate, progress=False)):
-        with pytest.raises(ExportError, match=difference) as caught:
+        with pytest.raises(ExportError, match=f"here is {where}"):
             open_(folder)
-        for word in (str(folder), "optimised (by onnxruntime, level all) for", "Run the portable export"):
-            assert word in str(caught.value)
     for runs_anywhere in (portable(), optimized(level="basic"), optimized(level="disable")):
         OrtNumpy(runs_anywhere, settings=ONE_THREAD)
 
@@ -375,77 +321,7 @@ def test_refused_on_another_device(optimized) -> None:
     require_runnable_here(read_manifest(optimized(level="basic")), optimized(level="basic"), "cuda")
 
 
-def test_looking_at_the_machine_imports_no_torch(monkeypatch) -> None:
-    monkeypatch.setattr(machine, "_gpu", lambda: pytest.fail("looked for a GPU"))
-    assert machine.facts(gpu=False)["gpu"] is None and this_machine()["device"] == "cpu"
-
-
-# Manifests
-
-
-@pytest.fixture
-def own(optimized, tmp_path: Path) -> Path:
-    """An optimised export that the test may change."""
-    return Path(shutil.copytree(optimized(), tmp_path / "own"))
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    content = json.loads((folder / MANIFEST).read_text())
-    change(content)
-    write_manifest(folder, content)
-
-
-@pytest.mark.parametrize("key", ["tool", "level", "onnxruntime", "machine", "contrib_operators"])
-def test_odd_entries_and_values_in_them(own: Path, key: str) -> None:
-    whole = read_manifest(own).optimized
-    for value in (None, 7, True, "x", ["x", 7], {"cpu": 7}, {"cpu": None}):
-        rewrite(own, lambda content, value=value: content.update(optimized={**whole, key: value}))
-        if value == "x" and key in ("tool", "level"):
-            assert read_manifest(own).optimized[key] == value  # a later release may have more of them
-            continue
-        another_version = (key, value) == ("onnxruntime", "x")
-        with pytest.raises(ExportError, match="here is onnxruntime" if another_version else "manifest.json is damaged"):
-            OrtNumpy(own)
-    without = {name: value for name, value in whole.items() if name != key}
-    for entry in (without, None, [], "x", 7, True, {"tool": "onnxruntime"}):
-        rewrite(own, lambda content, entry=entry: content.update(optimized=entry))
-        for read in (read_manifest, OrtNumpy):
-            with pytest.raises(ExportError, match="manifest.json is damaged"):
-                read(own)
-
-
-junk = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
-    max_leaves=4,
-)
-
-
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_entry_is_refused_or_read_as_it_stands(own: Path, data: st.DataObject) -> None:
-    before = (own / MANIFEST).read_text()
-    entry = json.loads(before)["optimized"]
-    place = data.draw(st.sampled_from([entry, entry["machine"]]), "place")
-    place[data.draw(st.sampled_from(sorted(place)) | st.text(max_size=3), "key")] = data.draw(junk, "value")
-    try:
-        rewrite(own, lambda content: content.update(optimized=entry))
-        manifest = read_manifest(own)
-        assert manifest.optimized == entry
-        require_runnable_here(manifest, own)
-        assert entry["machine"] == this_machine() or not entry["contrib_operators"]
-    except ExportError:
-        pass
-    finally:
-        (own / MANIFEST).write_text(before)
-
-
 # The folder that is written
-
-
-def snapshot(folder: Path) -> dict[str, Any]:
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock"))
-    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, describe_file(path)) for path in files}
 
 
 @pytest.fixture
@@ -460,33 +336,20 @@ def workplace(portable, tmp_path: Path, monkeypatch) -> Path:
     assert not list((tmp_path / "temporary").iterdir())
 
 
-def test_a_portable_export_is_another_one(workplace: Path, tiny_t5) -> None:
-    """Of the same model: neither takes the other for itself."""
-    optimize_export(workplace / "portable", workplace / "optimized")
-    before = snapshot(workplace)
-    with pytest.raises(ExportError, match="overwrite=True"):
-        export_model(tiny_t5(), workplace / "optimized", external_threshold_bytes=0)
-    export_model(tiny_t5(), workplace / "other", external_threshold_bytes=0)
-    with pytest.raises(ExportError, match="overwrite=True"):
-        optimize_export(workplace / "portable", workplace / "other")
-    shutil.rmtree(workplace / "other")
-    assert snapshot(workplace) == before
-    assert export_model(tiny_t5(), workplace / "optimized", external_threshold_bytes=0, overwrite=True).optimized == {}
-
-
 def test_a_third_graph_is_not_forgotten(workplace: Path) -> None:
     """Its weights lie in the file that would be written anew."""
     third = workplace / "portable" / "third.onnx"
     shutil.copy(workplace / "portable" / DECODER, third)
-    rewrite(workplace / "portable", lambda content: content["files"].update({third.name: describe_file(third)}))
+    content = json.loads((workplace / "portable" / MANIFEST).read_text())
+    content["files"][third.name] = describe_file(third)
+    write_manifest(workplace / "portable", content)
     with pytest.raises(InputError, match=r"third\.onnx"):
         optimize_export(workplace / "portable", workplace / "new")
 
 
 def test_wrong_options(workplace: Path) -> None:
     call = partial(optimize_export, workplace / "portable", workplace / "new")
-    refused(call, "tool", "tensorrt", match="tool is 'tensorrt'; give one of onnxruntime, transformers")
-    refused(call, "tool", None, ["onnxruntime"], match="tool is")
+    refused(call, "tool", "tensorrt", None, match="tool")
     refused(partial(call, tool="transformers"), "level", "layout", match="disable, basic, extended, all")
     assert not (workplace / "new").exists()
 
@@ -509,22 +372,6 @@ def test_a_package_that_fails_says_why(workplace: Path, monkeypatch, capfd) -> N
     with pytest.raises(ExportError, match="could not optimise .* at level 'extended': it does not fuse"):
         optimize_export(workplace / "portable", workplace / "new", tool="transformers", level="extended")
     assert not (workplace / "new").exists() and capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("there", [True, False])
-@pytest.mark.parametrize("owner, name", [(Path, "write_bytes"), (shutil, "copyfile"), (os, "fsync")])
-def test_a_failure_half_way_changes_nothing(workplace: Path, monkeypatch, there: bool, owner: Any, name: str) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    if there:
-        optimize_export(workplace / "portable", workplace / "new", level="basic")
-    before = snapshot(workplace)
-    monkeypatch.setattr(owner, name, full)
-    with pytest.raises(ExportError, match="No space left on device.*Nothing was left behind"):
-        optimize_export(workplace / "portable", workplace / "new", overwrite=True)
-    monkeypatch.undo()
-    assert snapshot(workplace) == before
 
 
 def test_no_place_for_temporary_files(portable, tmp_path: Path, monkeypatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.harness import pairwise
+from bench.harness import paired_ratio
 from bench.peers import (
     GRID,
     GRIDS,
@@ -23,23 +23,23 @@ from bench.peers import (
     OURS_EXACT,
     OURS_GENERATE,
     OURS_OPENVINO,
+    PEERS,
     QUICK,
     REFERENCE,
-    SYSTEMS,
-    Standing,
-    System,
+    PeerResult,
+    PeerSystem,
     Worker,
     cell_of,
     int8_for,
     measure_cell,
     model_and_cell,
-    standings,
+    peer_results,
     table,
 )
 from bench.results import checked
 from t5accel.errors import InputError, PeerError
+from t5accel.models.families import BEYOND_T5
 from t5accel.models.random_init import random_model
-from t5accel.models.registry import BEYOND_T5
 from t5accel.precision.recipes import RECIPES
 from t5accel.timing import Work
 
@@ -48,8 +48,8 @@ CELL = Work(batch=2, source_tokens=5, new_tokens=4)
 TOKENS = np.array([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 
-def system(name: str, precision: str = "fp32") -> System:
-    return System(name, "eager", "somewhere", precision)
+def system(name: str, precision: str = "fp32") -> PeerSystem:
+    return PeerSystem(name, "eager", "somewhere", precision)
 
 
 def answering(tokens: np.ndarray, asked: list[np.ndarray] | None = None) -> Any:
@@ -80,7 +80,7 @@ def test_all_read_the_same_sources():
     assert asked[0].shape == (2, 5) and asked[0].min() >= 3
     for entry in rows:
         assert cell_of(checked(entry)) == CELL and (entry["model"], entry["threads"]) == ("toy", 2)
-    assert pairwise(rows, "b", "a") == rows[1]["ratio"]
+    assert paired_ratio(rows, "b", "a") == rows[1]["ratio"]
 
 
 def test_other_tokens_are_counted_and_not_hidden():
@@ -97,7 +97,7 @@ def test_a_system_that_fails_or_does_less_is_a_row_that_says_why():
     rows = cell_rows(a=answering(TOKENS), b=fails, c=answering(TOKENS[:, :2]))
     assert "out of memory" in rows[1]["failed"] and "(2, 2) instead of (2, 4)" in rows[2]["failed"]
     assert "latency_s" not in rows[1] and table(rows).splitlines()[1].split()[-3:] == ["–", "!", "!"]
-    assert pairwise(rows, "a", "b") is None and pairwise(rows, "b", "a") is None
+    assert paired_ratio(rows, "a", "b") is None and paired_ratio(rows, "b", "a") is None
     with pytest.raises(PeerError, match="memory"):
         cell_rows(a=fails, b=answering(TOKENS))
     with pytest.raises(InputError, match="degenerate"):
@@ -117,16 +117,16 @@ def test_we_stand_beside_the_best_peer_of_our_precision():
     rows = [row(OURS, [1, 1, 1]), row(OURS_GENERATE, [0.5] * 3), row(REFERENCE, [3, 3, 3]), row(OPTIMUM, [2, 1.5, 9]),
             row("tiny", [0.1] * 3, precision="int8"), row("broken", []), row(OURS, [2.0], other),
             row(OPTIMUM, [1.0], other)]  # fmt: skip
-    assert list(standings(rows)) == [Standing(CELL, OPTIMUM, 2, "toy"), Standing(other, OPTIMUM, 0.5, "toy")]
-    assert list(standings(rows, precision="int8")) == [Standing(CELL, "tiny", 0.1, "toy")]
+    assert list(peer_results(rows)) == [PeerResult(CELL, OPTIMUM, 2, "toy"), PeerResult(other, OPTIMUM, 0.5, "toy")]
+    assert list(peer_results(rows, precision="int8")) == [PeerResult(CELL, "tiny", 0.1, "toy")]
     twice_as_slow = {"latency_s": [2, 2, 2], "ratio_samples": [4, 4, 4]}  # in a later run, when the reference was, too
     again = [one | twice_as_slow if one["system"] == OURS else one for one in rows[:4]]
-    assert list(standings(again)) == [Standing(CELL, OPTIMUM, 2, "toy")]
-    assert list(standings(rows, ours=OURS_GENERATE, peers=[REFERENCE])) == [Standing(CELL, REFERENCE, 6, "toy")]
+    assert list(peer_results(again)) == [PeerResult(CELL, OPTIMUM, 2, "toy")]
+    assert list(peer_results(rows, ours=OURS_GENERATE, peers=[REFERENCE])) == [PeerResult(CELL, REFERENCE, 6, "toy")]
     another = {"model": "random:another"}
     rows += [entry | another | {"ratio_samples": [1.0]} for entry in rows if entry["system"] == OPTIMUM]
     rows += [row(OURS, [1]) | another]
-    assert [(one.model, one.ratio) for one in standings(rows)] == [("toy", 2), ("toy", 0.5), ("another", 4)]
+    assert [(one.model, one.ratio) for one in peer_results(rows)] == [("toy", 2), ("toy", 0.5), ("another", 4)]
 
 
 def test_the_grid_is_that_of_the_protocol():
@@ -134,13 +134,13 @@ def test_the_grid_is_that_of_the_protocol():
         (batch, source, beams) for batch in (1, 8, 32) for source in (32, 128, 512) for beams in (1, 4)
     }
     assert len(GRID) == 18 and set(QUICK) < set(GRID)
-    assert SYSTEMS[0].name == REFERENCE and [s.name for s in SYSTEMS if s.ours][:3] == [OURS, OURS_GENERATE, OURS_EXACT]
-    assert {(s.precision, s.ours) for s in SYSTEMS} >= {("int8", True), ("int8", False), ("int4", True)}
-    assert {int8_for(cell) for cell in GRID} <= {s.name for s in SYSTEMS if s.ours and s.precision.startswith("int8")}
-    assert all(s.precision in RECIPES for s in SYSTEMS if s.ours)
-    assert len({s.name for s in SYSTEMS}) == len(SYSTEMS)
-    everywhere = [s for s in SYSTEMS if all(map(s.cells, GRID))]
-    assert {s.name for s in SYSTEMS} - {s.name for s in everywhere} == {
+    assert PEERS[0].name == REFERENCE and [s.name for s in PEERS if s.ours][:3] == [OURS, OURS_GENERATE, OURS_EXACT]
+    assert {(s.precision, s.ours) for s in PEERS} >= {("int8", True), ("int8", False), ("int4", True)}
+    assert {int8_for(cell) for cell in GRID} <= {s.name for s in PEERS if s.ours and s.precision.startswith("int8")}
+    assert all(s.precision in RECIPES for s in PEERS if s.ours)
+    assert len({s.name for s in PEERS}) == len(PEERS)
+    everywhere = [s for s in PEERS if all(map(s.cells, GRID))]
+    assert {s.name for s in PEERS} - {s.name for s in everywhere} == {
         "torch.compile, static cache", OURS_EXACT, OURS_OPENVINO
     }  # fmt: skip
 
@@ -190,11 +190,6 @@ def test_workers_generate_what_transformers_does(workers: dict[str, Worker], bea
         np.testing.assert_array_equal(answer, answers["eager"])
 
 
-def test_a_worker_tells_its_versions(workers: dict[str, Worker]):
-    for worker in workers.values():
-        assert {"numpy", "torch", "transformers", "onnxruntime"} <= worker.versions.keys()
-
-
 def test_a_worker_says_why_it_cannot_generate_and_stays(workers: dict[str, Worker]):
     cell = Work(1, 2, 3)
     with pytest.raises(PeerError, match="index out of range"):
@@ -214,7 +209,7 @@ def script() -> Any:
 
 def test_each_group_of_systems_has_the_reference_in_front():
     (everything,) = GRIDS["cpu"].systems()
-    assert everything == list(SYSTEMS)
+    assert everything == list(PEERS)
     groups = GRIDS["families"].systems()
     assert [group[0].name for group in groups] == [REFERENCE] * 2
     assert [{s.precision.removesuffix("-dynamic") for s in group[1:]} for group in groups] == [{"fp32"}, {"int8"}]
@@ -277,6 +272,6 @@ def test_a_missing_environment_is_named(tmp_path: Path):
 
 
 def test_our_rows_say_by_which_recipe() -> None:
-    ours = next(system for system in SYSTEMS if system.name == "t5accel int8 for throughput")
-    rows = measure_cell(CELL, {SYSTEMS[0]: answering(TOKENS), ours: answering(TOKENS)}, rounds=1, model="toy")
+    ours = next(system for system in PEERS if system.name == "t5accel int8 for throughput")
+    rows = measure_cell(CELL, {PEERS[0]: answering(TOKENS), ours: answering(TOKENS)}, rounds=1, model="toy")
     assert "recipe_hash" not in rows[0] and rows[1]["recipe_hash"] == RECIPES["int8-dynamic"].hash

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from refused import refused
 
 from bench.baselines.optimized_export import optimized_graph
-from bench.profiling import GraphProfile, profile_graph, step_feeds
+from bench.profiling import profile_graph, step_feeds
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import DECODER, ENCODER, decoder_spec
@@ -38,12 +38,6 @@ def test_every_node_that_runs_is_there(exported, tmp_path: Path, monkeypatch, ca
     assert list(profile.by_type.values()) == sorted(profile.by_type.values(), reverse=True)
     assert 0 < sum(profile.by_type.values()) == pytest.approx(profile.run_s - profile.between_s)
     assert not list(tmp_path.iterdir()) and capfd.readouterr() == ("", "")
-
-
-def test_times_are_summed_by_operator() -> None:
-    profile = GraphProfile(1.0, {"a": ("Add", 0.1), "m": ("MatMul", 0.25), "b": ("Add", 0.2)})
-    assert profile.by_type == pytest.approx({"Add": 0.3, "MatMul": 0.25}) and list(profile.by_type) == ["Add", "MatMul"]
-    assert profile.between_s == pytest.approx(0.45)
 
 
 def test_a_branch_counts_once(tmp_path: Path) -> None:

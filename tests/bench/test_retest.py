@@ -1,7 +1,5 @@
 """The script that measures the claims again, at toy size: its rows, and that unequal outputs are never timed."""
 
-import json
-import sys
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -12,8 +10,6 @@ import numpy as np
 import pytest
 
 from bench.results import checked
-from t5accel.parity import ParityError
-from t5accel.timing import Work
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench/record/retest.py"
 
@@ -103,20 +99,3 @@ def test_tokenizers_are_equal_and_their_share_is_one(retest: ModuleType) -> None
         (engine, kind) for engine in ("PyTorch", "ONNX Runtime, int8") for kind in ("Python", "Rust")
     }
     assert all(0 < row["share"] < 1 for row in shares)
-
-
-def test_other_tokens_are_not_timed(retest: ModuleType) -> None:
-    good, other = np.array([[5, 6, 7, 8]]), np.array([[5, 6, 7, 9]])
-    work = Work(1, 4, 4, threads=1)
-    with pytest.raises(ParityError):
-        list(retest.race("toy", {"one": lambda: good, "other": lambda: other}, work, 1))
-
-
-def test_the_command_writes_a_record(retest: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(retest, "all_rows", lambda rounds: retest.moved_rows() if rounds == 2 else iter(()))
-    monkeypatch.setattr(sys, "argv", ["retest.py", "--json", str(tmp_path / "retest.json"), "--rounds", "2"])
-    retest.main()
-    content = json.loads((tmp_path / "retest.json").read_text())
-    assert content["command"] == "python -m bench.record.retest --rounds 2"
-    assert {"machine", "versions", "date", "commit", "rows"} <= content.keys()
-    assert len(capsys.readouterr().out.splitlines()) == len(content["rows"])

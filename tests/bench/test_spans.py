@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import evaluation as quality
+from bench import evaluation
 from bench.bert.spans import answerer, answers, best_spans, read, threshold_from
 from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE
@@ -79,9 +79,9 @@ def test_a_reader_is_scored_like_any_other_model(tokenizer: Any) -> None:
         start[:, 0] = 1.0
         return start, start
 
-    report = quality.evaluate(answerer(tokenizer, never, threshold=0.0), names=["questions"], limit=20)
+    report = evaluation.evaluate(answerer(tokenizer, never, threshold=0.0), names=["questions"], limit=20)
     assert report.questions.no_answer.exact_match == 100 and report.questions.has_answer.f1 == 0
     always = answerer(tokenizer, never, threshold=9.0)
-    assert quality.evaluate(always, names=["questions"], limit=20).questions.no_answer.exact_match == 0
+    assert evaluation.evaluate(always, names=["questions"], limit=20).questions.no_answer.exact_match == 0
     with pytest.raises(InputError, match=r"context: …"):
         always(["translate English to French: Hello."])

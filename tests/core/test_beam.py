@@ -1,7 +1,7 @@
-"""Beam search: transformers' own sequences and scores, where answers end at any time; and each broken search is caught.
+"""Beam search equals transformers, sequences and scores; broken searches are caught.
 
-Where two continuations are equally likely to the last bit, either choice is right and the two sides may differ. Random
-weights make none; a test that meets two within rounding of each other would have to take another seed.
+Where two continuations are equally likely to the last bit, either choice is right and the two sides may differ: a test
+that meets two of them within rounding must take another seed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from programs import KeepsTheFirst, NoReorder, broken, own_generate
 from refused import refused
 from test_greedy_search import Counter
 
-from t5accel.backends.ort_iobinding import OrtBound
+from bench.baselines.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.backend import Generated
-from t5accel.decoding.beam import START, FinishedHypotheses, Tree, beam_search
+from t5accel.decoding.beam import START, BeamTopK, FinishedHypotheses, beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.topk import BeamTopK
 from t5accel.graphs.export import export_model
 from t5accel.parity import assert_close, assert_varied
 
@@ -111,18 +110,9 @@ def test_the_reference_varies(ending_t5, padded_batch, name: str) -> None:
     assert alone.shape != first[1.0].shape or (alone != first[1.0]).any(), "more beams should find other answers"
 
 
-@pytest.mark.parametrize("penalty", PENALTIES)
-@pytest.mark.parametrize("rule", RULES)
-def test_equals_generate(ending_t5, padded_batch, rule: bool | str, penalty: float) -> None:
-    model = ending_t5("umt5")
-    check_equals_generate(
-        TorchEager(model), model, *padded_batch, early_stopping=rule, length_penalty=penalty, **ALL
-    )  # fmt: skip
-
-
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(name=st.sampled_from([*ENDING]), seed=st.integers(0, 2**16), beams=st.integers(2, 8), data=st.data())
-def test_equals_generate_whatever_is_asked(ending_t5, name: str, seed: int, beams: int, data: st.DataObject) -> None:
+def test_equals_generate(ending_t5, name: str, seed: int, beams: int, data: st.DataObject) -> None:
     model, rng = ending_t5(name), np.random.default_rng(seed)
     lengths = rng.integers(1, 9, rng.integers(1, 6))
     mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
@@ -139,7 +129,7 @@ def test_equals_generate_whatever_is_asked(ending_t5, name: str, seed: int, beam
 
 
 @pytest.mark.parametrize("vocab_size", [5, 9, 12])
-def test_equals_generate_where_there_are_hardly_more_tokens_than_beams(tiny_t5, vocab_size: int) -> None:
+def test_equals_generate_with_hardly_more_tokens_than_beams(tiny_t5, vocab_size: int) -> None:
     model = tiny_t5(vocab_size=vocab_size)
     ids = np.random.default_rng(1).integers(2, vocab_size, (4, 6))
     options: dict[str, Any] = dict(num_beams=vocab_size - 1, num_return_sequences=vocab_size - 1, max_new_tokens=10)
@@ -148,23 +138,18 @@ def test_equals_generate_where_there_are_hardly_more_tokens_than_beams(tiny_t5, 
 
 
 @pytest.mark.parametrize("with_start", [True, False])
-def test_goes_on_from_a_prefix(ending_t5, padded_batch, with_start: bool) -> None:
+def test_continues_a_prefix(ending_t5, padded_batch, with_start: bool) -> None:
     model = ending_t5("tied")
     prefix = np.random.default_rng(5).integers(3, 300, (len(padded_batch[0]), 4))
     prefix[:, 0] = model.config.decoder_start_token_id if with_start else prefix[:, 0]
     options: dict[str, Any] = dict(decoder_input_ids=prefix, min_new_tokens=2, **ALL)
     check_equals_generate(TorchEager(model), model, *padded_batch, **options)
-    result = beam_search(TorchEager(model), *padded_batch, **options).sequences
-    np.testing.assert_array_equal(result[:, : 4 - with_start], prefix[:, int(with_start) :].repeat(4, axis=0))
-    free = beam_search(TorchEager(model), *padded_batch, min_new_tokens=2, **ALL).sequences
-    assert result[:, 4 - with_start :].shape != free.shape or (result[:, 4 - with_start :] != free).any()
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("name", ENDING)
-def test_one_beam_is_greedy_search(ending_t5, padded_batch, name: str, penalty: float) -> None:
+def test_one_beam_is_greedy_search(ending_t5, padded_batch, name: str) -> None:
     model = ending_t5(name)
-    result = beam_search(TorchEager(model), *padded_batch, num_beams=1, max_new_tokens=9, length_penalty=penalty)
+    result = beam_search(TorchEager(model), *padded_batch, num_beams=1, max_new_tokens=9, length_penalty=2.0)
     alone = greedy(TorchEager(model), *padded_batch, max_new_tokens=9)
     np.testing.assert_array_equal(result.sequences, alone.sequences)
     assert result.decoder_calls == alone.decoder_calls
@@ -173,7 +158,7 @@ def test_one_beam_is_greedy_search(ending_t5, padded_batch, name: str, penalty: 
         labels = torch.as_tensor(result.sequences)
         logits = model(input_ids=ids, attention_mask=mask, labels=labels).logits.log_softmax(dim=-1)
     tokens = logits.gather(2, labels[..., None])[..., 0].numpy() * (result.sequences != 0)
-    assert_close(result.scores, tokens.sum(axis=1) / lengths_of(result.sequences) ** penalty, atol=1e-5)
+    assert_close(result.scores, tokens.sum(axis=1) / lengths_of(result.sequences) ** 2.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("runtime", [OrtNumpy, OrtBound])
@@ -188,42 +173,6 @@ def test_equals_generate_on_onnx_runtime(ending_t5, padded_batch, tmp_path, name
     check_equals_generate(backend, model, *padded_batch, num_beams=2, max_new_tokens=6, decoder_input_ids=prefix)
 
 
-def test_translates_like_transformers(mini, exported_mini) -> None:
-    model, tokenizer = mini
-    texts = ["I am tired.", "The house near the river is old and very small.", "Where is the station?"]
-    batch = tokenizer([f"translate English to French: {text}" for text in texts], return_tensors="np", padding=True)
-    options: dict[str, Any] = dict(num_beams=4, num_return_sequences=4, max_new_tokens=30)
-    expected = reference(model, batch["input_ids"], batch["attention_mask"], **options)
-    assert_varied(expected[0])
-    assert len(set(lengths_of(expected[0]))) > 2 and lengths_of(expected[0]).max() < 30
-    backend = OrtNumpy(exported_mini, settings=SessionSettings(threads=1))
-    check_equal(beam_search(backend, batch["input_ids"], batch["attention_mask"], **options), expected)
-
-
-def test_an_answer_does_not_depend_on_its_batch(ending_t5, padded_batch) -> None:
-    backend, (ids, mask) = TorchEager(ending_t5("umt5")), padded_batch
-    together = beam_search(backend, ids, mask, **ALL)
-    for row, (source, real) in enumerate(zip(ids, mask, strict=True)):
-        alone = beam_search(backend, source[None, : real.sum()], **ALL)
-        here = slice(4 * row, 4 * row + 4)
-        width = alone.sequences.shape[1]
-        np.testing.assert_array_equal(alone.sequences, together.sequences[here, :width])
-        assert not together.sequences[here, width:].any()
-        assert_close(alone.scores, together.scores[here], atol=1e-5)
-
-
-def test_fewer_returned_sequences_are_the_best_of_more(ending_t5, padded_batch) -> None:
-    backend = TorchEager(ending_t5("tied"))
-    four = beam_search(backend, *padded_batch, **ALL)
-    assert (np.diff(four.scores.reshape(-1, 4)) <= 0).all()
-    two = beam_search(backend, *padded_batch, **{**ALL, "num_return_sequences": 2})
-    rows = np.arange(len(four.scores)).reshape(-1, 4)[:, :2].ravel()
-    np.testing.assert_array_equal(two.scores, four.scores[rows])
-    width = two.sequences.shape[1]
-    np.testing.assert_array_equal(two.sequences, four.sequences[rows, :width])
-    assert not four.sequences[rows, width:].any()
-
-
 # Broken searches fail the same check
 
 
@@ -233,7 +182,7 @@ def replaces(self: FinishedHypotheses, sources: np.ndarray, scores: np.ndarray, 
     add(self, sources, scores, nodes, length)
 
 
-def takes_what_comes_after(self: FinishedHypotheses, *arguments: Any) -> bool:
+def reopens_stopped_sources(self: FinishedHypotheses, *arguments: Any) -> bool:
     stopped = close(self, *arguments)
     if self.is_open.any():
         self.is_open[:] = True
@@ -245,13 +194,13 @@ def without_log_softmax(self: BeamTopK, flat: np.ndarray) -> Any:
     return maxima, highest, log_total * 0
 
 
-def loses_the_last_lane(self: BeamTopK, logits: np.ndarray, *arguments: Any, **options: Any) -> Any:
+def loses_the_last_column(self: BeamTopK, logits: np.ndarray, *arguments: Any, **options: Any) -> Any:
     logits = logits.copy()
     logits[:, :, -60:] = -30.0
     return best(self, logits, *arguments, **options)
 
 
-def chooses_the_forbidden(self: BeamTopK, *arguments: Any, suppressed: int | None = None, **_: Any) -> Any:
+def ignores_suppressed(self: BeamTopK, *arguments: Any, suppressed: int | None = None, **_: Any) -> Any:
     return best(self, *arguments)
 
 
@@ -262,7 +211,7 @@ def renormalises(self: BeamTopK, logits: np.ndarray, *arguments: Any, suppressed
     return best(self, logits, *arguments)
 
 
-add, close, passes, best = FinishedHypotheses.add, FinishedHypotheses.close, BeamTopK._passes, BeamTopK.best
+add, close, passes, best = FinishedHypotheses.add, FinishedHypotheses.update_done, BeamTopK._passes, BeamTopK.best
 penalty_of, first_init = FinishedHypotheses._penalty, FinishedHypotheses.__init__
 
 
@@ -287,12 +236,12 @@ BROKEN_PARTS: dict[str, tuple[type, str, Any]] = {
         lambda self, length: penalty_of(self, max(length - 1, 1)),
     ),
     "answers are not kept": (FinishedHypotheses, "add", replaces),
-    "answers after the stop": (FinishedHypotheses, "close", takes_what_comes_after),
+    "answers after the stop": (FinishedHypotheses, "update_done", reopens_stopped_sources),
     "always stops at once": (FinishedHypotheses, "__init__", always(True)),
     "never stops at once": (FinishedHypotheses, "__init__", always(False)),
     "no log-softmax": (BeamTopK, "_passes", without_log_softmax),
-    "a lane is lost": (BeamTopK, "best", loses_the_last_lane),
-    "min_new_tokens is ignored": (BeamTopK, "best", chooses_the_forbidden),
+    "a column is lost": (BeamTopK, "best", loses_the_last_column),
+    "min_new_tokens is ignored": (BeamTopK, "best", ignores_suppressed),
     "renormalised without the end": (BeamTopK, "best", renormalises),
 }
 
@@ -316,7 +265,7 @@ def test_a_broken_search_is_caught(ending_t5, padded_batch, monkeypatch, name: s
         check(BROKEN_BACKENDS.get(name, TorchEager))
 
 
-# The loop itself, on a toy
+# The loop on a toy backend
 
 
 class Toy(Counter):
@@ -371,7 +320,7 @@ def test_sources_that_stop_leave_the_batch() -> None:
         assert alone.scores[0] == result.scores[row]
 
 
-def test_only_a_new_order_is_asked_for() -> None:
+def test_reorders_only_when_the_order_changes() -> None:
     toy = Toy()
     beam_search(toy, [[9]], num_beams=2, min_new_tokens=8, max_new_tokens=8)
     assert toy.of("reorder") == [(1, 2)], "the second step: before it all rows are equal, after it the order stays"
@@ -380,22 +329,10 @@ def test_only_a_new_order_is_asked_for() -> None:
     assert not toy.of("reorder")
 
 
-def test_a_generous_bound_costs_no_memory() -> None:
-    assert beam_search(Toy(), [[5]], num_beams=2, max_new_tokens=10**15).sequences.shape == (1, 6)
-
-
-def test_stops_at_the_bound_and_counts_only_new_tokens() -> None:
-    result = beam_search(Toy(), [[9]], num_beams=2, max_new_tokens=1)
-    assert result.sequences.tolist() == [[2]] and result.decoder_calls == 1
-    result = beam_search(Toy(), [[9]], num_beams=2, max_new_tokens=3, decoder_input_ids=[[7, 7]])
-    assert result.sequences[:, :2].tolist() == [[7, 7]] and result.sequences.shape == (1, 5)
-    assert result.decoder_calls == 3
-
-
 @settings(deadline=None, max_examples=25)
 @given(st.sampled_from([np.nan, np.inf, -np.inf]), st.integers(0, 2**16))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_broken_model_breaks_nothing_else(value: float, seed: int) -> None:
+def test_logits_that_are_not_finite_raise_nothing(value: float, seed: int) -> None:
     class Broken(Toy):
         def step(self, state: Any, input_ids: np.ndarray) -> np.ndarray:
             rng = np.random.default_rng([seed, len(self.calls)])
@@ -407,7 +344,7 @@ def test_a_broken_model_breaks_nothing_else(value: float, seed: int) -> None:
     assert len(result.sequences) == len(result.scores) == 4
 
 
-# Its parts
+# Top-k
 
 
 @settings(deadline=None, max_examples=150)
@@ -420,7 +357,7 @@ def test_a_broken_model_breaks_nothing_else(value: float, seed: int) -> None:
     seed=st.integers(0, 2**16),
     data=st.data(),
 )
-def test_the_best_continuations(vocab_size, batch, rows, count, scale, seed, data: st.DataObject) -> None:
+def test_top_k_equals_a_sort(vocab_size, batch, rows, count, scale, seed, data: st.DataObject) -> None:
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((batch, rows, 2, vocab_size)) * scale).astype(np.float32)[:, :, 0]  # strided
     scores = -rng.random((batch, rows)).astype(np.float32) * 9
@@ -441,67 +378,20 @@ def test_the_best_continuations(vocab_size, batch, rows, count, scale, seed, dat
     assert all(len(set(chosen)) == count for chosen in (row * vocab_size + token).tolist()), "none twice"
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.lists(st.tuples(st.integers(0, 2**16), st.integers(2, 99)), min_size=1, max_size=4), max_size=6))
-def test_the_tree_remembers_what_lists_would(steps: list[list[tuple[int, int]]]) -> None:
-    tree, paths = Tree(), {START: []}
-    for step in steps:
-        parents = [[*paths][choice % len(paths)] for choice, _ in step]
-        tokens = [token for _, token in step]
-        first = tree.grow(np.array(parents), np.array(tokens))
-        paths.update({first + i: [*paths[parents[i]], tokens[i]] for i in range(len(step))})
-    sequences = tree.sequences(np.array([*paths]), pad_token_id=0)
-    assert sequences.shape == (len(paths), max(map(len, paths.values())))
-    assert [row[row > 0].tolist() for row in sequences] == [*paths.values()]
+# Invalid input
 
 
-def answers(rule: bool | str = False, penalty: float = 1.0) -> FinishedHypotheses:
-    return FinishedHypotheses((2, 2), length_penalty=penalty, early_stopping=rule, max_new_tokens=10)
-
-
-def test_the_best_answers_are_kept() -> None:
-    kept = answers()
-    kept.add(np.array([1]), np.array([[-4.0, -np.inf]], dtype=np.float32), np.array([[5, 6]]), 2)
-    kept.add(
-        np.array([0, 1]), np.array([[-8.0, -4.0], [-4.0, -12.0]], dtype=np.float32), np.array([[7, 8], [9, 10]]), 4
-    )
-    assert kept.nodes.tolist() == [[8, 7], [9, 5]] and kept.scores.tolist() == [[-1.0, -2.0], [-1.0, -2.0]]
-    kept.add(np.array([1]), np.array([[-10.0, -np.inf]], dtype=np.float32), np.array([[11, 12]]), 5)
-    assert kept.nodes[1].tolist() == [9, 5], "of equal answers the first stays"
-
-
-@pytest.mark.parametrize(
-    ("rule", "penalty", "best_open", "stops"),
-    [
-        (True, 1.0, 0.0, True), (False, 1.0, -7.9, False), (False, 1.0, -8.0, True), (False, 1.0, -8.1, True),
-        ("never", 1.0, -19.9, False), ("never", 1.0, -20.0, True), ("never", 0.0, -8.0, True),
-        ("never", 0.0, -7.9, False), ("never", -1.0, -1.9, False), ("never", -1.0, -2.0, True),
-    ],
-)  # fmt: skip
-def test_when_a_source_stops(rule: bool | str, penalty: float, best_open: float, stops: bool) -> None:
-    """After four tokens its worst answer scores as much as -8 then, which is -20 after ten at that likelihood."""
-    kept, both = answers(rule, penalty), np.array([0, 1])
-    score = np.float32(-8.0) if penalty >= 0 else np.float32(-2.0)
-    kept.add(both, np.array([[-1.0, -np.inf], [score, -1.0]], dtype=np.float32), np.array([[3, 4], [5, 6]]), 4)
-    assert kept.close(both, np.array([best_open, best_open], dtype=np.float32), 4) is stops
-    assert kept.is_open.tolist() == [True, not stops], "a source with too few answers goes on"
-    assert not kept.close(both, np.array([-99.0, 0.0], dtype=np.float32), 5) or not stops
-
-
-# Bad input
-
-
-def test_no_options() -> None:
+def test_invalid_options() -> None:
     toy = Toy()
     call = partial(beam_search, toy, [[3]])
     refused(call, "num_beams", 0, -4, 2.0, True)
-    refused(call, "num_beams", 12, match="less than the vocabulary has entries, 12")
+    refused(call, "num_beams", 12, match="num_beams")
     refused(call, "num_return_sequences", 0)
-    refused(call, "num_return_sequences", 5, match="at most num_beams, 4")
-    refused(partial(call, num_beams=1), "num_return_sequences", 2, match="at most num_beams, 1")
-    refused(call, "early_stopping", "x", 1, np.array(["never"]), match="early_stopping is .*; give False, True or")
+    refused(call, "num_return_sequences", 5, match="num_return_sequences")
+    refused(partial(call, num_beams=1), "num_return_sequences", 2, match="num_return_sequences")
+    refused(call, "early_stopping", "x", 1, np.array(["never"]), match="early_stopping")
     refused(call, "length_penalty", "1", True, float("nan"), -float("inf"))
-    refused(call, "length_penalty", 10**400, match="give a number from -16.8 to 16.8")
+    refused(call, "length_penalty", 10**400, match="length_penalty")
     refused(call, "max_new_tokens", 0)
     refused(partial(call, max_new_tokens=8), "min_new_tokens", 9, match="min_new_tokens")
     refused(call, "decoder_input_ids", [[1], [2]], match="for each of 1")
@@ -510,6 +400,6 @@ def test_no_options() -> None:
     refused(partial(beam_search, input_ids=[[3]]), "backend", Counter(), match="lacks reorder")
 
 
-def test_takes_the_numbers_of_numpy() -> None:
+def test_accepts_numbers_of_numpy() -> None:
     options = dict(num_beams=np.int64(2), num_return_sequences=np.int32(2), length_penalty=np.float32(0.5))
     assert beam_search(Toy(), [[3]], max_new_tokens=np.int64(4), **options).sequences.shape == (2, 4)

@@ -1,4 +1,4 @@
-"""The shortlist: tokens proven from near logits are those of all exact logits, for any weights, or all are computed."""
+"""Certified tokens are those of all exact logits, for any weights; uncertain ones are computed in full."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from test_encoder_cache import in_threads
 from test_greedy_search import check_equals_generate
 
 from bench.baselines.optimized_export import optimized_graph
+from bench.baselines.ort_iobinding import OrtBound
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_cuda import OrtPointers
-from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding import certified_argmax as shortlist
@@ -44,11 +44,8 @@ from t5accel.graphs import shortlist_head as graphs_shortlist
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import (
     DECODER,
-    ENCODER,
     MANIFEST,
     SHORTLIST,
-    SHORTLIST_EXTRAS,
-    SHORTLIST_OUTPUTS,
     WEIGHTS,
     shortlist_spec,
 )
@@ -66,7 +63,7 @@ WITHOUT = SessionSettings(threads=1, shortlist=False)
 RUNTIMES = [OrtNumpy, OrtBound]
 
 
-# Two heads alone, without a model in front of them
+# Both heads without a model
 
 
 class Heads:
@@ -159,25 +156,17 @@ def twins(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
     return array * (1 + np.float32(2) ** -23 * rng.integers(-1, 2, (count, 1)).astype(np.float32))
 
 
-def few_values(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
-    return rng.integers(-2, 3, (count, width)).astype(np.float32)
-
-
 def one_enormous(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
     array = gaussian(rng, count, width)
     array[rng.integers(count)] *= np.float32(10.0 ** rng.integers(3, 38))
     return array
 
 
-def some_zero(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
-    return gaussian(rng, count, width) * (rng.random((count, 1)) < 0.5)
-
-
 def tiny(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
     return gaussian(rng, count, width) * np.float32(10.0 ** rng.integers(-44, -30))
 
 
-MAKERS = [gaussian, scaled_rows, outliers, twins, few_values, one_enormous, some_zero, tiny]
+MAKERS = [gaussian, scaled_rows, outliers, twins, one_enormous, tiny]
 
 
 @settings(deadline=None, max_examples=300)
@@ -185,7 +174,7 @@ MAKERS = [gaussian, scaled_rows, outliers, twins, few_values, one_enormous, some
     seed=st.integers(0, 2**32 - 1), sizes=st.tuples(st.integers(1, 400), st.integers(1, 48), st.integers(1, 4)),
     makers=st.tuples(st.sampled_from(MAKERS), st.sampled_from(MAKERS)), data=st.data(),
 )  # fmt: skip
-def test_what_is_certified_is_the_arg_max_of_any_engine(seed: int, sizes: Any, makers: Any, data: Any) -> None:
+def test_certified_tokens_are_the_arg_max_of_any_engine(seed: int, sizes: Any, makers: Any, data: Any) -> None:
     rng, (vocabulary, width, count) = np.random.default_rng(seed), sizes
     rows, hidden = (
         np.ascontiguousarray(m(rng, n, width), np.float32) for m, n in zip(makers, (vocabulary, count), strict=True)
@@ -198,26 +187,7 @@ def test_what_is_certified_is_the_arg_max_of_any_engine(seed: int, sizes: Any, m
     event("not certain" if tokens is None else "certain")
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-def test_ordinary_rows_are_certain(rows: int) -> None:
-    rng = np.random.default_rng(0)
-    heads, certain = Heads(gaussian(rng, 3000, 64)), 0
-    for _ in range(20):
-        certain += check(heads, gaussian(rng, rows, 64)) is not None
-    assert certain > 18
-
-
-def test_a_certain_token_among_many_that_are_near() -> None:
-    """The quantised head cannot tell 200 rows apart, and the exact one can."""
-    rng = np.random.default_rng(1)
-    rows = gaussian(rng, 500, 64)
-    rows[100:300] = rows[100] + gaussian(rng, 200, 64) * np.float32(1e-3)
-    heads, hidden = Heads(rows), rows[100:101].copy()
-    (token,) = check(heads, hidden)
-    assert 100 <= token < 300
-
-
-def test_more_candidates_than_are_looked_at_are_left_to_the_exact_head() -> None:
+def test_too_many_candidates_are_left_to_the_exact_head() -> None:
     rng = np.random.default_rng(1)
     for count in (MAX_CANDIDATES, MAX_CANDIDATES + 1):
         rows = np.concatenate(
@@ -227,13 +197,6 @@ def test_more_candidates_than_are_looked_at_are_left_to_the_exact_head() -> None
         assert (certify_argmax(OutputHead(rows, **quantize_head(rows).bounds), near) is None) == (
             count > MAX_CANDIDATES
         )
-
-
-@pytest.mark.parametrize("vocabulary", [1, 2])
-def test_a_vocabulary_of_almost_nothing(vocabulary: int) -> None:
-    heads, hidden = Heads(gaussian(np.random.default_rng(2), vocabulary, 8)), np.ones((3, 8), dtype=np.float32)
-    assert check(heads, hidden) is not None
-    assert (check(heads, hidden, suppressed=0) is None) == (vocabulary == 1), "nothing is left to choose"
 
 
 def test_ties_are_not_certain() -> None:
@@ -248,13 +211,26 @@ def test_ties_are_not_certain() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_is_not_finite_is_not_certain(value: float) -> None:
+def test_numbers_that_are_not_finite_are_not_certain(value: float) -> None:
     heads, hidden = Heads(gaussian(np.random.default_rng(4), 50, 16)), np.ones((2, 16), dtype=np.float32)
     hidden[1, 3] = value
     assert certify_argmax(heads.head, heads.near(hidden)) is None
     near = heads.near(np.ones((2, 16), dtype=np.float32))
     near.logits[0, 0, 0, 5] = np.abs(value)
     assert certify_argmax(heads.head, near) is None, "nor is it where the near logits are broken"
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2])
+def test_hardly_any_tokens(vocabulary: int) -> None:
+    heads, hidden = Heads(gaussian(np.random.default_rng(2), vocabulary, 8)), np.ones((3, 8), dtype=np.float32)
+    assert check(heads, hidden) is not None
+    assert (check(heads, hidden, suppressed=0) is None) == (vocabulary == 1), "nothing is left to choose"
+
+
+def test_sums_of_two_products_fit_into_16_bits() -> None:
+    """CPUs without VNNI sum in 16 bits; all products of a row need 32."""
+    assert 2 * 255 * LEVELS < 2**15
+    assert graphs_shortlist.WIDEST * 255 * LEVELS < 2**31
 
 
 def underrated(width: int = 64) -> tuple[Heads, np.ndarray]:
@@ -310,7 +286,7 @@ def test_the_bias_decides_and_forgetting_it_is_caught(monkeypatch) -> None:
         check(small, hidden)
 
 
-def test_a_bound_that_forgets_how_large_a_bias_is_is_caught(monkeypatch) -> None:
+def test_a_bound_without_the_bias_is_caught(monkeypatch) -> None:
     """Where all have one of a thousand, logits are rounded far more coarsely than products are."""
     rng = np.random.default_rng(7)
     rows = gaussian(rng, 1, 16) + gaussian(rng, 200, 16) * np.float32(1e-5)
@@ -321,7 +297,7 @@ def test_a_bound_that_forgets_how_large_a_bias_is_is_caught(monkeypatch) -> None
         check(Heads(rows, bias), hidden)
 
 
-def test_forgetting_what_the_hidden_state_lost_is_caught(monkeypatch) -> None:
+def test_a_bound_without_the_hidden_states_error_is_caught(monkeypatch) -> None:
     """Its one large number makes all others vanish, and these are what token 0 has."""
     rows = np.zeros((2, 64), dtype=np.float32)
     rows[0, 1:], rows[1, 0] = 1, 0.01
@@ -333,7 +309,7 @@ def test_forgetting_what_the_hidden_state_lost_is_caught(monkeypatch) -> None:
         check(heads, hidden)
 
 
-def test_a_runtime_that_counts_wrongly_is_noticed() -> None:
+def test_wrong_approximate_logits_are_noticed() -> None:
     """As one that saturates in 16 bits."""
     rng = np.random.default_rng(5)
     heads, hidden = Heads(gaussian(rng, 300, 32)), gaussian(rng, 1, 32)
@@ -359,12 +335,6 @@ def test_the_bounds_of_a_quantised_head_hold(seed: int, maker: Any, count: int, 
     copied = head.integers.T * head.scales[:, None].astype(np.float64)
     assert np.linalg.norm(copied, axis=1).max() <= head.largest_row
     assert np.linalg.norm(rows - copied, axis=1).max() <= head.largest_error
-
-
-def test_sums_of_two_products_fit_into_16_bits() -> None:
-    """Of which CPUs without VNNI make their sums; and all products of a row into 32."""
-    assert 2 * 255 * LEVELS < 2**15
-    assert graphs_shortlist.WIDEST * 255 * LEVELS < 2**31
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -420,17 +390,6 @@ def own(shortlisted) -> OrtNumpy:
     return OrtNumpy(shortlisted(), settings=ONE_THREAD)
 
 
-def test_an_export_has_a_third_graph_only_if_it_is_asked_for(tiny_t5, kind: str, shortlisted, tmp_path: Path) -> None:
-    without = export_model(tiny_t5(kind), tmp_path / "without", external_threshold_bytes=0)
-    manifest = read_manifest(shortlisted(kind))
-    assert SHORTLIST not in without.files and without.shortlist == {}
-    assert manifest.files.keys() - without.files.keys() == {SHORTLIST}
-    assert manifest.graphs == without.graphs and manifest.shared == without.shared
-    assert manifest.graphs.keys() == {ENCODER, DECODER}, "what reads two graphs, reads two"
-    added = manifest.files[WEIGHTS]["size_bytes"] - without.files[WEIGHTS]["size_bytes"]
-    assert added == -(-300 * 32 // 4096) * 4096, "the layers are stored once"
-
-
 def test_its_graph_keeps_its_contract(shortlisted, kind: str) -> None:
     folder = shortlisted(kind)
     onnx.checker.check_model(str(folder / SHORTLIST), full_check=True)
@@ -444,14 +403,6 @@ def test_its_graph_keeps_its_contract(shortlisted, kind: str) -> None:
     assert nodes["com.microsoft.MatMulIntegerToFloat"] == 1 and nodes["If"] == 1, "one pass over the quantised head"
 
 
-def test_an_ordinary_session_runs_it_without_a_word(shortlisted, capfd) -> None:
-    """Whose level of logging is not ours: both branches have to give what is declared."""
-    onnxruntime.InferenceSession(str(shortlisted() / SHORTLIST), providers=["CPUExecutionProvider"])
-    heads, hidden = Heads(gaussian(np.random.default_rng(0), 50, 16)), np.ones((2, 16), dtype=np.float32)
-    assert heads.near(hidden).hidden.shape == (2, 1, 1, 16) and heads.exact(hidden).shape == (2, 50)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_the_rows_are_those_of_the_model_and_mapped_once(tiny_t5, opened, kind: str) -> None:
     backend = opened(OrtNumpy, kind)
     rows = backend.shortlist.head.rows
@@ -460,23 +411,7 @@ def test_the_rows_are_those_of_the_model_and_mapped_once(tiny_t5, opened, kind: 
     assert np.shares_memory(rows, embedding) == backend.dims.tied
 
 
-def test_asked_again_it_is_kept_and_otherwise_it_is_another(tiny_t5, tmp_path: Path) -> None:
-    folder = tmp_path / "export"
-    first = export_model(tiny_t5(), folder, shortlist=True)
-    written = (folder / SHORTLIST).stat().st_mtime_ns
-    assert (
-        export_model(tiny_t5(), folder, shortlist=True) == first and (folder / SHORTLIST).stat().st_mtime_ns == written
-    )
-    with pytest.raises(ExportError, match="another export"):
-        export_model(tiny_t5(), folder, external_threshold_bytes=0)
-    assert SHORTLIST not in export_model(tiny_t5(), folder, external_threshold_bytes=0, overwrite=True).files
-    assert SHORTLIST in export_model(tiny_t5(), folder, shortlist=True, overwrite=True).files
-    with pytest.raises(InputError, match="shortlist"):
-        export_model(tiny_t5(), tmp_path / "other", shortlist="yes")
-    assert not (tmp_path / "other").exists()
-
-
-def test_the_cache_adds_it_where_it_pays(tiny_t5, tmp_path: Path, monkeypatch) -> None:
+def test_the_export_cache_adds_a_shortlist_to_large_heads(tiny_t5, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
     assert not read_manifest(cached_export(tiny_t5())).shortlist
     monkeypatch.setattr(graphs_shortlist, "SMALLEST_BYTES", 300 * 32 * 4)
@@ -484,23 +419,14 @@ def test_the_cache_adds_it_where_it_pays(tiny_t5, tmp_path: Path, monkeypatch) -
     assert read_manifest(folder).shortlist and OrtNumpy(folder, settings=ONE_THREAD).shortlist
 
 
-def test_a_copy_keeps_it(shortlisted, opened, tmp_path: Path) -> None:
-    folder = shortlisted()
-    AcceleratedT5.from_pretrained(folder, settings=ONE_THREAD).save_pretrained(tmp_path / "copy")
-    assert read_manifest(tmp_path / "copy").shortlist == read_manifest(folder).shortlist
-
-
 SOME = {"offset": 0, "shape": [300, 32], "dtype": "float32"}
 WRONG: list[Any] = [
-    None, [], 5, "x", {"rows": None}, {"rows": {}}, {"rows": {**SOME, "offset": -1}},
-    {"rows": {**SOME, "offset": 10**9}},
-    {"rows": {**SOME, "shape": [32, 300]}}, {"rows": {**SOME, "dtype": "float16"}}, {"rows": {**SOME, "shape": []}},
-    {"largest_row": 1}, {"largest_row": -1.0}, {"largest_row": float("nan")}, {"largest_error": float("inf")},
-    {"largest_error": None}, {"inputs": []}, {"outputs": [{}]}, {"inputs": None}, {"outputs": [5]},
+    None, 5, {"rows": None}, {"rows": {}}, {"rows": {**SOME, "offset": -1}}, {"rows": {**SOME, "offset": 10**9}},
+    {"rows": {**SOME, "shape": []}}, {"inputs": []}, {"outputs": [{}]}, {"inputs": None},
 ]  # fmt: skip
 
 
-def test_a_damaged_entry_is_an_error_of_ours(shortlisted, tmp_path: Path) -> None:
+def test_a_damaged_manifest_entry_is_refused(shortlisted, tmp_path: Path) -> None:
     for path in shortlisted().iterdir():
         (tmp_path / path.name).symlink_to(path)
     content = json.loads((tmp_path / MANIFEST).read_text())
@@ -512,8 +438,22 @@ def test_a_damaged_entry_is_an_error_of_ours(shortlisted, tmp_path: Path) -> Non
             read_manifest(tmp_path, verify=False)
 
 
+def test_an_export_with_a_shortlist_is_kept_copied_and_replaced(tiny_t5, tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    first = export_model(tiny_t5(), folder, shortlist=True)
+    written = (folder / SHORTLIST).stat().st_mtime_ns
+    assert export_model(tiny_t5(), folder, shortlist=True) == first
+    assert (folder / SHORTLIST).stat().st_mtime_ns == written
+    AcceleratedT5.from_pretrained(folder, settings=ONE_THREAD).save_pretrained(tmp_path / "copy")
+    assert read_manifest(tmp_path / "copy").shortlist == first.shortlist
+    with pytest.raises(ExportError, match="another export"):
+        export_model(tiny_t5(), folder, external_threshold_bytes=0)
+    assert SHORTLIST not in export_model(tiny_t5(), folder, external_threshold_bytes=0, overwrite=True).files
+    assert SHORTLIST in export_model(tiny_t5(), folder, shortlist=True, overwrite=True).files
+
+
 @pytest.mark.parametrize("name", [SHORTLIST, DECODER, WEIGHTS])
-def test_a_file_that_was_altered_is_noticed_when_it_is_opened(shortlisted, tmp_path: Path, name: str) -> None:
+def test_an_altered_file_is_noticed_when_it_is_opened(shortlisted, tmp_path: Path, name: str) -> None:
     folder = shutil.copytree(shortlisted(), tmp_path / "copy")
     data = bytearray((folder / name).read_bytes())
     data[len(data) // 2] ^= 1
@@ -525,34 +465,15 @@ def test_a_file_that_was_altered_is_noticed_when_it_is_opened(shortlisted, tmp_p
         OrtNumpy(folder, settings=ONE_THREAD)
 
 
-# The same tokens, on whatever state
-
-
-GENERATIONS: dict[str, dict[str, Any]] = {
-    "free": dict(max_new_tokens=12), "forced": dict(max_new_tokens=9, min_new_tokens=9),
-    "prefix": dict(max_new_tokens=6, min_new_tokens=2, decoder_input_ids=[[9, 8, 7]] * 6),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("options", GENERATIONS)
-def test_greedy_equals_generate(opened, runtime, tiny_t5, kind: str, padded_batch, options: str) -> None:
-    backend = opened(runtime, kind)
-    before = backend.shortlist.steps
-    check_equals_generate(backend, tiny_t5(kind), *padded_batch, **GENERATIONS[options])
-    assert backend.shortlist.steps > before and backend.shortlist.fallbacks <= backend.shortlist.steps / 10
-    without = opened(runtime, kind, WITHOUT)
-    assert without.shortlist is None
-    check_equals_generate(without, tiny_t5(kind), *padded_batch, **GENERATIONS[options])
+# Equal tokens
 
 
 def test_greedy_equals_generate_where_rows_end_early(runtime, tiny_t5, shortlisted, ending, padded_batch) -> None:
-    sizes, kept = ending(), []
+    sizes = ending()
     backend = runtime(shortlisted(**sizes), settings=ONE_THREAD)
-    keep = backend.keep
-    backend.keep = lambda state, sources: (kept.append(len(sources)), keep(state, sources))
     for shortest in (0, 5):
         check_equals_generate(backend, tiny_t5(**sizes), *padded_batch, max_new_tokens=14, min_new_tokens=shortest)
-    assert kept and backend.shortlist.steps, "sources should have left the batch"
+    assert backend.shortlist.fallbacks <= backend.shortlist.steps / 10
 
 
 Operation = tuple[str, int]
@@ -565,7 +486,9 @@ operations = st.tuples(
 @given(
     program=st.lists(operations, max_size=8), rows=st.integers(1, 3), kind=st.sampled_from(["deeper-decoder", "umt5"])
 )
-def test_any_program_of_both_kinds_of_steps(opened, runtime, padded_batch, program: Any, rows: int, kind: str) -> None:
+def test_random_programs_equal_a_backend_without_a_shortlist(
+    opened, runtime, padded_batch, program: Any, rows: int, kind: str
+) -> None:
     """Beside a backend without a shortlist, to the last bit."""
     backends = opened(runtime, kind), opened(runtime, kind, WITHOUT)
     states = [backend.new_state(backend.encode(*padded_batch), rows) for backend in backends]
@@ -595,20 +518,6 @@ def test_any_program_of_both_kinds_of_steps(opened, runtime, padded_batch, progr
         np.testing.assert_array_equal(backends[0]._array(one), backends[1]._array(other))
 
 
-def test_both_ways_leave_the_same_past(own, padded_batch) -> None:
-    state = own.new_state(own.encode(*padded_batch), 2)
-    own.step(state, np.full((6, 2, 3), 5))
-    new, mask = np.full((6, 2, 2), 9), state.rows.mask()
-    results, near = own._run_step(state, new, mask, SHORTLIST_OUTPUTS, exact=False)
-    logits, exact = own._run_decoder(state, new, mask)
-    for one, other in zip(near, exact, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert [array.shape for array in results] == [(6, 2, 1, 300), (6, 2, 1, 32), (6, 2, 1), (6, 2, 1)]
-    assert 0 < np.abs(results[0][:, :, 0] - logits[:, :, -1]).max() < 0.5
-    (_, *nothing), _ = own._run_step(state, new, mask, SHORTLIST_OUTPUTS)
-    assert len(nothing) == len(SHORTLIST_EXTRAS) and not any(array.size for array in nothing), "exact logits come alone"
-
-
 # When it is used
 
 
@@ -620,41 +529,27 @@ def steps_of(backend: OrtNumpy, batch: Any, rows: int, count: int = 1) -> int:
     return backend.shortlist.steps - before
 
 
-def test_large_batches_take_the_exact_head_at_once(own, padded_batch) -> None:
+def test_large_batches_use_the_exact_head(own, padded_batch) -> None:
     single = [array[:1] for array in padded_batch]
     most = shortlist.MAX_ROWS
     assert steps_of(own, single, most) == 1 and steps_of(own, single, most + 1) == 0
 
 
-def with_head(model: Any, change: Callable[[torch.Tensor], None]) -> Any:
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        change(other.lm_head.weight)
-    return other
-
-
-def twice(weight: torch.Tensor) -> None:
-    weight[150:] = weight[:150]
-
-
-def enormous(weight: torch.Tensor) -> None:
-    weight[222] *= 1e5
-
-
-def one_dimension(weight: torch.Tensor) -> None:
-    weight[:, 5] *= 1e4
-
-
 HARD: dict[str, Callable[[torch.Tensor], Any]] = {
-    "every row twice": twice, "zero": lambda weight: weight.zero_(), "one enormous row": enormous,
-    "one enormous dimension": one_dimension, "one sign": lambda weight: weight.abs_(),
-}  # fmt: skip
+    "every row twice": lambda weight: weight[150:].copy_(weight[:150]),
+    "zero": lambda weight: weight.zero_(),
+    "one enormous row": lambda weight: weight[222].mul_(1e5),
+    "one enormous dimension": lambda weight: weight[:, 5].mul_(1e4),
+    "one sign": lambda weight: weight.abs_(),
+}
 
 
 @pytest.mark.parametrize("hard", HARD)
 @pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied"])
 def test_heads_that_are_hard_to_certify(tiny_t5, padded_batch, tmp_path: Path, kind: str, hard: str) -> None:
-    model = with_head(tiny_t5(kind), HARD[hard])
+    model = copy.deepcopy(tiny_t5(kind))
+    with torch.no_grad():
+        HARD[hard](model.lm_head.weight)
     export_model(model, tmp_path / "hard", shortlist=True)
     near, exact = (OrtNumpy(tmp_path / "hard", settings=settings_) for settings_ in (ONE_THREAD, WITHOUT))
     options = dict(max_new_tokens=12, min_new_tokens=12)
@@ -666,19 +561,7 @@ def test_heads_that_are_hard_to_certify(tiny_t5, padded_batch, tmp_path: Path, k
     assert near.shortlist.steps == 12
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
-def test_hidden_states_that_are_not_finite(tiny_t5, padded_batch, tmp_path: Path, value: float) -> None:
-    model = copy.deepcopy(tiny_t5("gated-untied"))
-    with torch.no_grad():
-        model.decoder.final_layer_norm.weight[3] = value
-    export_model(model, tmp_path / "broken", shortlist=True)
-    near, exact = (OrtNumpy(tmp_path / "broken", settings=settings_) for settings_ in (ONE_THREAD, WITHOUT))
-    tokens = [greedy(backend, *padded_batch, max_new_tokens=5).sequences for backend in (near, exact)]
-    np.testing.assert_array_equal(*tokens)
-    assert near.shortlist.fallbacks == near.shortlist.steps > 0 or value == 1e30
-
-
-def test_it_is_given_up_where_it_fails_too_often(own, padded_batch, monkeypatch) -> None:
+def test_frequent_fallbacks_disable_it(own, padded_batch, monkeypatch) -> None:
     monkeypatch.setattr(shortlist, "certify_argmax", lambda *_: None)
     single = [array[:1] for array in padded_batch]
     tried = steps_of(own, single, 1, count=60)
@@ -686,13 +569,13 @@ def test_it_is_given_up_where_it_fails_too_often(own, padded_batch, monkeypatch)
     assert steps_of(own, single, 1) == 0 and steps_of(own, single, 2) == 1, "of so many rows"
 
 
-def test_seldom_failing_is_no_reason(own, padded_batch, monkeypatch) -> None:
+def test_rare_fallbacks_do_not_disable_it(own, padded_batch, monkeypatch) -> None:
     answers = iter([*[None] * 16, *[np.array([5])] * 100])
     monkeypatch.setattr(shortlist, "certify_argmax", lambda *_: next(answers))
     assert steps_of(own, [array[:1] for array in padded_batch], 1, count=100) == 100
 
 
-def test_without_a_shortlist_the_method_is_there_all_the_same(exported, opened, shortlisted, padded_batch) -> None:
+def test_next_tokens_without_a_shortlist(exported, opened, shortlisted, padded_batch) -> None:
     plain = OrtNumpy(exported("deeper-decoder"), settings=ONE_THREAD)
     pointers = OrtPointers(shortlisted(), settings=ONE_THREAD)
     assert plain.shortlist is pointers.shortlist is opened(OrtNumpy, settings=WITHOUT).shortlist is None
@@ -705,14 +588,14 @@ def test_without_a_shortlist_the_method_is_there_all_the_same(exported, opened, 
             SessionSettings(shortlist=junk)
 
 
-def test_the_encoder_cache_passes_it_on(own, padded_batch) -> None:
+def test_the_encoder_cache_keeps_the_shortlist(own, padded_batch) -> None:
     cached = EncoderCache(own)
     tokens = [greedy(backend, *padded_batch, max_new_tokens=6).sequences for backend in (own, cached, cached)]
     np.testing.assert_array_equal(tokens[0], tokens[2])
     assert cached.hits == 6 and cached.shortlist.steps == 18
 
 
-# What goes wrong
+# Failures and threads
 
 
 @pytest.mark.parametrize("runs", [0, 1])

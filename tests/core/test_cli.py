@@ -23,9 +23,9 @@ from t5accel.cli_training import training as training_commands
 from t5accel.doctor import Check
 from t5accel.errors import InputError
 from t5accel.graphs.manifest import read_manifest
-from t5accel.precision.gate import quantize_export
+from t5accel.precision.convert import quantize_export
+from t5accel.precision.gate import text_score
 from t5accel.precision.recipes import RECIPES
-from t5accel.precision.scoring import text_score
 from t5accel.serve.cli import serving as serving_commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,23 +130,6 @@ def test_what_a_command_refuses_is_said_in_a_sentence_and_nothing_is_written(tmp
 # --- run --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_package_runs_as_a_module_in_a_process_of_its_own(tmp_path):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [sys.executable, "-m", "t5accel", "run", TEXT], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() and len(result.stdout.splitlines()) == 1
-    assert re.search(r"\(\d+ tokens in \d+ ms", result.stderr)
-
-
-def test_the_answer_alone_is_on_standard_output_and_its_length_is_bounded():
-    result = call("run", TEXT, "--max-new-tokens", 1)
-    assert result.exit_code == 0 and len(result.stdout.splitlines()) == 1
-    assert said(result)[-1].startswith("(1 token in ")
-
-
 def test_a_model_that_cannot_be_had_has_no_tokenizer_or_no_length_is_refused(tmp_path, tiny_t5):
     assert "config.json" in refused("run", TEXT, "--model", tmp_path)
     assert call("run", TEXT).exit_code == 0
@@ -208,7 +191,7 @@ def test_an_export_runs_in_its_own_precision_and_in_no_other(exported_mini, tmp_
         for options in ((), ("--precision", own)):
             result = call("run", TEXT, "--model", folder, *options)
             assert result.stdout == f"{answer}\n" and said(result)[-1].endswith(f"ONNX Runtime, {own})")
-        refusal = f"is an export in {own}, and precision is '{other}'"
+        refusal = "--precision must be that of the export"
         assert refusal in refused("run", TEXT, "--model", folder, "--precision", other)
         (tmp_path / "in.txt").write_text(TEXT)
         batch = ("batch", tmp_path / "in.txt", "--out", tmp_path / f"out-{own}", "--model", folder)
@@ -262,7 +245,7 @@ def test_a_line_is_answered_and_its_words_are_printed_before_more_comes(tmp_path
         assert process.wait(60) == 0
 
 
-def test_words_are_printed_as_they_come(monkeypatch):
+def test_words_of_a_stream_are_printed_before_the_last_step(monkeypatch):
     printed, steps = [], []
     own, step = t5accel.cli.typer.echo, OrtStatic.next_tokens
     monkeypatch.setattr(OrtStatic, "next_tokens", lambda *given, **named: steps.append(1) or step(*given, **named))
@@ -270,7 +253,23 @@ def test_words_are_printed_as_they_come(monkeypatch):
         t5accel.cli.typer, "echo", lambda *given, **named: printed.append(len(steps)) or own(*given, **named)
     )
     assert call("run", "translate English to French: Where is my bag?", "--stream").exit_code == 0
-    assert len({*printed}) > 2 and printed == sorted(printed), "some words stand there before the last step"
+    assert len({*printed}) > 2 and printed == sorted(printed)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
+def test_an_interrupted_process_says_so_in_a_sentence():
+    assert call("run", TEXT).exit_code == 0
+    with subprocess.Popen(
+        [sys.executable, "-m", "t5accel", "run", "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    ) as process:  # fmt: skip
+        process.stdin.write(TEXT + "\n")
+        process.stdin.flush()
+        process.stdout.readline()  # it is at work
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "t5accel: interrupted." in told and "Traceback" not in told
 
 
 # --- nothing of Python's on the screen --------------------------------------------------------------------------------
@@ -301,16 +300,6 @@ def test_whatever_goes_wrong_is_a_sentence(monkeypatch, error, code, sentence):
     with pytest.warns(UserWarning, match="a warning"):
         found = call("run", TEXT).exception
     assert type(found) is (SystemExit if isinstance(error, KeyboardInterrupt) else type(error))
-
-
-def test_a_panic_that_is_no_exception_is_a_sentence_too(monkeypatch):
-    def panics(*_, **__):
-        raise BaseException("bad split")
-
-    monkeypatch.setattr("t5accel.api.open_backend", panics)
-    result = call("run", TEXT)
-    (line,) = said(result)
-    assert result.exit_code == 1 and "t5accel: unexpected BaseException: bad split" in line
 
 
 def test_no_command_shows_a_warning_and_filters_are_put_back(monkeypatch):
@@ -347,21 +336,6 @@ def test_progress_is_for_those_who_watch_and_not_for_files(tmp_path, monkeypatch
     monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
     result = call(*options, tmp_path / "out")
     assert all(text in result.stderr for text in ("Loading mini …", "exporting mini", "Converting to int8 …"))
-
-
-def test_an_interrupted_process_says_so_in_a_sentence(tmp_path):
-    command = [sys.executable, "-m", "t5accel", "run", "-"]
-    assert call("run", TEXT).exit_code == 0
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
-    ) as process:  # fmt: skip
-        process.stdin.write(TEXT + "\n")
-        process.stdin.flush()
-        process.stdout.readline()  # it is at work
-        process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == 130 and "t5accel: interrupted." in told and "Traceback" not in told
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
@@ -427,9 +401,7 @@ def test_a_gain_is_called_one_and_a_gate_that_proves_nothing_is_said_to(tmp_path
     assert result.exit_code == 0 and "in fp32 0.00: loses 0.00" in result.stdout
     assert result.stderr.splitlines()[-1].startswith("Warning: The model in fp32 scores exact_match 0.00")
     rising = iter([40.0, 40.5])
-    monkeypatch.setattr(
-        "t5accel.precision.scoring.text_score", lambda *_, **__: lambda _: {"exact_match": next(rising)}
-    )
+    monkeypatch.setattr("t5accel.precision.gate.text_score", lambda *_, **__: lambda _: {"exact_match": next(rising)})
     result = call("quantize", "--model", exported_mini, "--out", tmp_path / "more", *options)
     assert "exact_match 40.50, in fp32 40.00: gains 0.50, a loss of 1 is allowed" in result.stdout
     assert "Warning" not in result.stderr
@@ -469,9 +441,7 @@ def test_quantize_refuses_what_it_cannot_score_before_it_exports(tmp_path, monke
     assert "missing.jsonl cannot be read" in refused(
         "quantize", "--model", "mini", "--out", out, "--eval", "missing.jsonl", "--max-loss", 1
     )
-    assert "metric is 'luck'; give one of bleu" in refused(
-        "quantize", "--model", "mini", "--out", out, *options, "--metric", "luck"
-    )
+    assert "luck" in refused("quantize", "--model", "mini", "--out", out, *options, "--metric", "luck")
     assert not (tmp_path / "cache").exists()
     tiny_t5().save_pretrained(tmp_path / "mute")
     assert (
@@ -480,7 +450,7 @@ def test_quantize_refuses_what_it_cannot_score_before_it_exports(tmp_path, monke
     )
     out.mkdir()
     (out / "letter.txt").write_text("a letter")
-    monkeypatch.setattr("t5accel.precision.scoring.open_for_scores", lambda *given: pytest.fail("scored for nothing"))
+    monkeypatch.setattr("t5accel.precision.gate.open_for_scores", lambda *given: pytest.fail("scored for nothing"))
     assert "so it is kept" in refused("quantize", "--model", exported_mini, "--out", out, *options, "--overwrite")
     assert [path.name for path in out.iterdir()] == ["letter.txt"]
 
@@ -500,11 +470,6 @@ def test_a_strict_batch_ends_with_2_where_a_row_was_rejected(tmp_path, exported_
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------
-
-
-def test_doctor_finds_nothing_wrong_here():
-    result = call("doctor")
-    assert result.exit_code == 0 and "+ python" in result.stdout and "+ bundled model" in result.stdout
 
 
 @pytest.mark.parametrize(("ok", "code"), [(False, 1), (None, 0)])

@@ -16,8 +16,9 @@ from bench.baselines.optimized_export import optimize_export
 from t5accel.errors import ExportError
 from t5accel.graphs.contract import DECODER
 from t5accel.graphs.manifest import read_manifest
+from t5accel.precision.convert import quantize_export
 from t5accel.precision.fp16 import export_fp16
-from t5accel.precision.gate import quantize, quantize_export
+from t5accel.precision.gate import quantize
 from t5accel.precision.recipes import RECIPES
 
 Convert = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Verified drafts: whatever is guessed, the tokens are greedy search's; and each broken verification is caught."""
+"""Verified drafts give the tokens of greedy search; broken verification is caught."""
 
 from __future__ import annotations
 
@@ -11,33 +11,25 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from t5accel.backends.ort_iobinding import OrtBound
+from bench.baselines.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding import drafting as drafts_module
+from t5accel.decoding import speculation
 from t5accel.decoding.backend import Backend, Generated, PastLengths
-from t5accel.decoding.drafting import Drafts, GreedyVerifier, verify_drafts
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.request import GenerationInputs, StepStream
-from t5accel.decoding.speculation import MAX_PAUSE, AdaptiveDraftLength
+from t5accel.decoding.speculation import MAX_PAUSE, AdaptiveDraftLength, Drafts, GreedyVerifier, verify_drafts
 from t5accel.parity import assert_varied
 
 ONE_THREAD = SessionSettings(threads=1)
 
 
-class Machine:
-    """A toy backend that mostly copies its source: what comes next depends on the source and on every token so far.
+class ToyBackend:
+    """A toy backend that mostly copies its source; every next token depends on the source and all tokens so far.
 
-    So a token too many or too few in a history changes what follows. Tokens are 2 … 11, 0 is padding, 1 the end.
-
-    Args:
-        copies: how often the token comes that follows the last one in the source.
-        ends: how often the end comes.
-        seed: of everything else.
-
-    Attributes:
-        calls: the shape (n, T) of what each step read, and the names of the other calls.
+    Tokens are 2 … 11, 0 is padding, 1 the end. ``copies`` and ``ends`` are probabilities of a copied token and the end.
+    ``calls`` has the shape (n, T) of each step's input and the names of the other calls.
     """
 
     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 12, 0, 1, 0
@@ -95,7 +87,7 @@ class Machine:
 
 
 def sources(seed: int, batch: int, longest: int = 20) -> tuple[np.ndarray, np.ndarray]:
-    """Padded sources of the machine and their mask, (B, S)."""
+    """Padded sources of the toy and their mask, (B, S)."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest, batch)
     mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
@@ -103,13 +95,7 @@ def sources(seed: int, batch: int, longest: int = 20) -> tuple[np.ndarray, np.nd
 
 
 class Oracle:
-    """A drafter that knows the answers (N, L) and says the truth, but not always.
-
-    Args:
-        answers: what greedy search finds, without a prefix.
-        truth: how often a guess is right.
-        seed: of the lengths and the lies.
-    """
+    """A drafter that knows greedy search's answers (N, L) and proposes right tokens with probability ``truth``."""
 
     def __init__(self, answers: np.ndarray, truth: float = 0.75, seed: int = 0, most: int = 6):
         self.answers, self.truth, self.most = answers, truth, most
@@ -121,8 +107,8 @@ class Oracle:
         for row, room in zip(rows, rooms, strict=True):
             count = min(int(self.random.integers(0, self.most + 1)), room)
             draft = self.answers[row, self.at[row] : self.at[row] + count].copy()
-            lies = self.random.random(draft.size) >= self.truth
-            draft[lies] = self.random.integers(0, self.highest + 1, lies.sum())
+            wrong = self.random.random(draft.size) >= self.truth
+            draft[wrong] = self.random.integers(0, self.highest + 1, wrong.sum())
             drafts.append(draft.tolist())
         return drafts
 
@@ -157,21 +143,23 @@ def check_equals_greedy(
     seed=st.integers(0, 2**16), batch=st.integers(1, 6), truth=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
     ends=st.sampled_from([0.0, 0.05, 0.3]), longest=st.integers(1, 25), data=st.data(),
 )  # fmt: skip
-def test_whatever_is_guessed_the_tokens_are_greedy_searchs(seed: int, batch: int, truth, ends, longest, data) -> None:
+def test_any_draft_gives_the_tokens_of_greedy_search(seed: int, batch: int, truth, ends, longest, data) -> None:
     options: dict[str, Any] = dict(max_new_tokens=longest, min_new_tokens=data.draw(st.integers(0, longest)))
     if data.draw(st.booleans(), "prefix"):
         options["decoder_input_ids"] = np.random.default_rng(seed).integers(2, 12, (batch, 3))
-    found = check_equals_greedy(Machine(ends=ends, seed=seed), *sources(seed, batch), truth=truth, seed=seed, **options)
+    found = check_equals_greedy(
+        ToyBackend(ends=ends, seed=seed), *sources(seed, batch), truth=truth, seed=seed, **options
+    )
     event("accepted" if found.accepted else "nothing accepted")
     event("rejected" if found.drafted > found.accepted else "nothing rejected")
 
 
-def test_right_guesses_save_calls_and_wrong_ones_cost_none() -> None:
+def test_right_drafts_save_calls_and_wrong_ones_cost_none() -> None:
     batch = sources(1, 5)
     options: dict[str, Any] = dict(max_new_tokens=40, min_new_tokens=40)
-    alone = greedy(Machine(), *batch, **options)
+    alone = greedy(ToyBackend(), *batch, **options)
     assert_varied(alone.sequences)
-    wrong, half, right = (check_equals_greedy(Machine(), *batch, truth=t, **options) for t in (0.0, 0.75, 1.0))
+    wrong, half, right = (check_equals_greedy(ToyBackend(), *batch, truth=t, **options) for t in (0.0, 0.75, 1.0))
     assert wrong.decoder_calls > 30 and wrong.accepted < wrong.drafted / 5
     assert 0 < half.accepted < half.drafted and half.decoder_calls < wrong.decoder_calls
     assert right.accepted == right.drafted and right.decoder_calls < 20
@@ -181,7 +169,7 @@ def test_right_guesses_save_calls_and_wrong_ones_cost_none() -> None:
 def test_the_end_inside_a_draft_ends_a_row() -> None:
     answers = np.array([[2, 3, 1, 4, 5], [2, 2, 2, 2, 2]])
 
-    class Fixed(Machine):
+    class Fixed(ToyBackend):
         def next(self, source: list[int], past: list[int]) -> np.ndarray:
             return np.eye(12)[answers[source[0] - 2, len(past) - 1]]
 
@@ -189,10 +177,10 @@ def test_the_end_inside_a_draft_ends_a_row() -> None:
         def propose(self, rows: Sequence[int], rooms: Sequence[int], blocked: Sequence[int]) -> Drafts:
             return [answers[row, self.at[row] :][:room].tolist() for row, room in zip(rows, rooms, strict=True)]
 
-    machine = Fixed()
-    found = by_drafts(machine, np.array([[2], [3]]), np.ones((2, 1), dtype=int), All(answers), max_new_tokens=5)
+    toy = Fixed()
+    found = by_drafts(toy, np.array([[2], [3]]), np.ones((2, 1), dtype=int), All(answers), max_new_tokens=5)
     assert found.sequences.tolist() == [[2, 3, 1, 0, 0], [2, 2, 2, 2, 2]]
-    assert found.decoder_calls == 1 and machine.calls == ["encode", (2, 5)], "nothing is left to be cut or kept"
+    assert found.decoder_calls == 1 and toy.calls == ["encode", (2, 5)], "nothing is left to be cut or kept"
     assert (found.drafted, found.accepted) == (8, 7), "what was guessed after the end is of no use"
     later = by_drafts(
         Fixed(), np.array([[2], [3]]), np.ones((2, 1), dtype=int), All(answers), max_new_tokens=5, min_new_tokens=3
@@ -200,81 +188,58 @@ def test_the_end_inside_a_draft_ends_a_row() -> None:
     assert later.sequences[0, 2] != 1, "the end is forbidden there, whatever is guessed"
 
 
-def test_rows_that_have_ended_leave() -> None:
-    machine = Machine(ends=0.12)
-    found = check_equals_greedy(machine, *sources(3, 12), truth=0.9, max_new_tokens=30)
+def test_ended_rows_leave_the_batch() -> None:
+    toy = ToyBackend(ends=0.12)
+    found = check_equals_greedy(toy, *sources(3, 12), truth=0.9, max_new_tokens=30)
     lengths = (found.sequences != 0).sum(axis=1)
     assert len(set(lengths)) > 4
-    second = max(place for place, call in enumerate(machine.calls) if call == "encode")  # after greedy search's own
-    calls = machine.calls[second:]
+    second = max(place for place, call in enumerate(toy.calls) if call == "encode")  # after greedy search's own
+    calls = toy.calls[second:]
     widths = [call[0] for call in calls if isinstance(call, tuple)]
     assert len(set(widths)) > 2 and "rollback" in calls and "select_sources" in calls
 
 
-# On runtimes
-
 RUNTIMES = [TorchEager, OrtNumpy, OrtBound]
-RUNS: list[dict[str, Any]] = [
-    dict(max_new_tokens=16),
-    dict(max_new_tokens=12, min_new_tokens=12),
-    dict(max_new_tokens=9, decoder_input_ids=np.random.default_rng(5).integers(3, 300, (6, 3))),
-]
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_equals_greedy_on_runtimes(opened, kind: str, padded_batch, runtime: Any) -> None:
-    for options in RUNS:
-        found = check_equals_greedy(opened(runtime, kind), *padded_batch, **options)
-        assert_varied(found.sequences)
-        assert 0 < found.accepted < found.drafted, "rows should accept some guesses and not all"
-
-
-def test_equals_greedy_where_rows_end_by_themselves(tiny_t5, padded_batch) -> None:
-    free = greedy(TorchEager(tiny_t5()), *padded_batch, max_new_tokens=14).sequences
-    for end in np.unique(free[:, 2:10])[:8].tolist():
-        model = tiny_t5(eos_token_id=end)
-        found = check_equals_greedy(TorchEager(model), *padded_batch, seed=end, max_new_tokens=14)
-        assert (found.sequences == end).any()
 
 
 # Broken verification fails the same check
 
 
 def accepts_one_more(draft: list[int], likeliest: list[int]) -> list[int]:
-    count = len(agreed(draft, likeliest)) - 1
+    count = len(accepted_prefix(draft, likeliest)) - 1
     return [*draft[: count + 1], likeliest[min(count + 1, len(likeliest) - 1)]]
 
 
-def keeps_the_wrong_guess(draft: list[int], likeliest: list[int]) -> list[int]:
-    found = agreed(draft, likeliest)
+def keeps_a_wrong_token(draft: list[int], likeliest: list[int]) -> list[int]:
+    found = accepted_prefix(draft, likeliest)
     return [*found[:-1], draft[len(found) - 1]] if len(found) <= len(draft) else found
 
 
-def keeps_all(self: Machine, state: Any, accepted: np.ndarray) -> None:
+def keeps_all(self: ToyBackend, state: Any, accepted: np.ndarray) -> None:
     pass
 
 
 def keeps_one_less(self: Any, state: Any, accepted: np.ndarray) -> None:
-    trim(self, state, np.maximum(accepted - 1, 0))
+    rollback(self, state, np.maximum(accepted - 1, 0))
 
 
 def keeps_as_many_of_all(self: Any, state: Any, accepted: np.ndarray) -> None:
-    trim(self, state, np.full_like(accepted, accepted.max()))
+    rollback(self, state, np.full_like(accepted, accepted.max()))
 
 
-agreed, trim, mask_of, trimmed = drafts_module._accepted_prefix, TorchEager.trim, PastLengths.mask, PastLengths.trimmed
+accepted_prefix, rollback = speculation._accepted_prefix, TorchEager.rollback
+select_sources = TorchEager.select_sources
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "accepts a guess too many": (drafts_module, "_accepted_prefix", accepts_one_more),
-    "the token after a wrong guess is the guess": (drafts_module, "_accepted_prefix", keeps_the_wrong_guess),
-    "nothing is cut": (TorchEager, "rollback", keeps_all),
-    "one too many is cut": (TorchEager, "rollback", keeps_one_less),
+    "accepts a token too many": (speculation, "_accepted_prefix", accepts_one_more),
+    "keeps a wrong draft token": (speculation, "_accepted_prefix", keeps_a_wrong_token),
+    "nothing is rolled back": (TorchEager, "rollback", keeps_all),
+    "one token too many is rolled back": (TorchEager, "rollback", keeps_one_less),
     "all rows keep as many": (TorchEager, "rollback", keeps_as_many_of_all),
     "unequal pasts are not masked": (PastLengths, "mask", lambda self: np.ones((*self.shape, self.width), dtype=int)),
     "rows keep the wrong sources": (
-        TorchEager, "select_sources", lambda self, state, kept: keep(self, state, np.arange(len(kept))),
+        TorchEager, "select_sources", lambda self, state, kept: select_sources(self, state, np.arange(len(kept))),
     ),
 }  # fmt: skip
-keep = TorchEager.keep
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -301,20 +266,7 @@ def test_a_broken_verification_is_caught(tiny_t5, padded_batch, monkeypatch, bro
 # The length of drafts
 
 
-@settings(max_examples=200)
-@given(st.integers(1, 40), st.lists(st.floats(0, 1), max_size=60))
-def test_the_length_stays_within_its_bounds(most: int, rights: list[float]) -> None:
-    length, paused = AdaptiveDraftLength(most), 0
-    for right in rights:
-        count = length.next()
-        assert 0 <= count <= most
-        paused = 0 if count else paused + 1
-        assert paused <= MAX_PAUSE
-        if count:
-            length.update(count, int(right * count))
-
-
-def test_what_cannot_be_guessed_is_hardly_guessed_at() -> None:
+def test_unpredictable_text_is_hardly_drafted() -> None:
     length, tries, guesses = AdaptiveDraftLength(16), 0, 0
     for _ in range(64):
         if count := length.next():
@@ -327,22 +279,3 @@ def test_what_cannot_be_guessed_is_hardly_guessed_at() -> None:
             drafts = count
             length.update(count, count)
     assert drafts == 16
-
-
-def test_backends_without_next_tokens_and_with_it_agree(tiny_t5, exported, padded_batch) -> None:
-    backend = OrtNumpy(exported(), settings=ONE_THREAD)
-    asked: list[int] = []
-
-    class Counted(GreedyVerifier):
-        def __init__(self, backend: Any):
-            super().__init__(backend)
-            first = self._next_tokens
-            self._next_tokens = lambda *a, **o: (asked.append(1), first(*a, **o))[1]
-
-    expected = greedy(backend, *padded_batch, max_new_tokens=12).sequences
-    request = GenerationInputs.checked(backend, *padded_batch, max_new_tokens=12)
-    silent = Oracle(expected, most=0)
-    steps = verify_drafts(backend, request, silent, Counted(backend))
-    found = StepStream(request.prefix[:, 1:], 0, steps).generated()
-    np.testing.assert_array_equal(found.sequences, expected)
-    assert len(asked) == found.decoder_calls == 12 and found.drafted == 0

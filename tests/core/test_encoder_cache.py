@@ -1,4 +1,4 @@
-"""The encoder cache: nobody can tell it from the backend it wraps, except by the encodings that it saves."""
+"""The encoder cache gives the outputs of the backend that it wraps, with fewer encodings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import broken, logits_after_all
+from programs import broken
 from refused import refused
 
 from t5accel.backends.torch_eager import TorchEager, TorchSource
@@ -52,14 +52,14 @@ def logits_of(backend: Any, batch: Batch) -> np.ndarray:
 
 
 class Counting(TorchEager):
-    """Records the batches that it encodes."""
+    """Records how many texts it encodes in each batch."""
 
-    def __init__(self, model: Any, **options: Any):
-        super().__init__(model, **options)
-        self.encoded: list[list[list[int]]] = []
+    def __init__(self, model: Any):
+        super().__init__(model)
+        self.encoded: list[int] = []
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> TorchSource:
-        self.encoded.append([ids[mask == 1].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)])
+        self.encoded.append(len(input_ids))
         return super().encode(input_ids, attention_mask)
 
 
@@ -96,26 +96,24 @@ TEXTS = [[int(t) for t in np.random.default_rng(seed).integers(3, 300, 3 + seed)
 # The same output as without, whatever is cached
 
 
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "uncached"])
-def test_the_same_tokens_and_one_encoding_of_each_text(tiny_t5, kind: str, padded_batch, use_cache: bool) -> None:
-    plain = TorchEager(tiny_t5(kind), use_cache=use_cache)
-    backend = Counting(tiny_t5(kind), use_cache=use_cache)
+def test_the_same_tokens_and_one_encoding_of_each_text(tiny_t5, padded_batch) -> None:
+    backend = Counting(tiny_t5())
     cache = EncoderCache(backend)
     ids, mask = padded_batch
-    expected = tokens_of(plain, padded_batch)
+    expected = tokens_of(TorchEager(tiny_t5()), padded_batch)
     assert_varied(expected)
     assert len(np.unique(expected, axis=0)) == 6, "the reference should depend on the source"
     for rows in ([3], [1, 3], [5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [2, 2, 0, 2], [4]):
         np.testing.assert_array_equal(tokens_of(cache, (ids[rows], mask[rows])), expected[rows])
-    assert [len(batch) for batch in backend.encoded] == [1, 1, 4]
+    assert backend.encoded == [1, 1, 4]
     assert (cache.hits, cache.misses) == (20 - 6, 6)
 
 
-def test_left_and_right_padding_are_the_same_text(tiny_t5, kind: str) -> None:
-    backend = Counting(tiny_t5(kind))
+def test_left_and_right_padding_are_the_same_text(tiny_t5) -> None:
+    backend = Counting(tiny_t5())
     cache = EncoderCache(backend)
     sides = [batch_of(*TEXTS[:3]), batch_of(*TEXTS[:3], left=4), batch_of(*TEXTS[2::-1], left=1, right=3)]
-    expected = [tokens_of(TorchEager(tiny_t5(kind)), batch) for batch in sides]
+    expected = [tokens_of(TorchEager(tiny_t5()), batch) for batch in sides]
     assert_varied(expected[0])
     for batch, tokens in zip(sides, expected, strict=True):
         np.testing.assert_array_equal(tokens_of(cache, batch), tokens)
@@ -145,8 +143,8 @@ def check(cache: Any, plain: Any, batches: Sequence[Batch]) -> None:
         np.testing.assert_array_equal(tokens_of(cache, batch), tokens)
 
 
-def test_masks_and_holes_are_part_of_the_text(tiny_t5, kind: str) -> None:
-    plain, backend = TorchEager(tiny_t5(kind)), Counting(tiny_t5(kind))
+def test_masks_and_holes_are_part_of_the_text(tiny_t5) -> None:
+    plain, backend = TorchEager(tiny_t5()), Counting(tiny_t5())
     cache = EncoderCache(backend)
     batches = masked_variants(TEXTS[4])
     check(cache, plain, batches)
@@ -160,7 +158,6 @@ def test_masks_and_holes_are_part_of_the_text(tiny_t5, kind: str) -> None:
 BROKEN_KEYS: dict[str, Callable[..., list[bytes]]] = {
     "ids without the mask": lambda ids, mask: row_keys(ids, np.ones_like(mask)),
     "holes closed": lambda ids, mask: [row[real == 1].tobytes() for row, real in zip(ids, mask, strict=True)],
-    "length only": lambda ids, mask: row_keys(np.full_like(ids, 5), mask),
     "ids in any order": lambda ids, mask: row_keys(np.sort(ids, axis=1), mask),
 }
 
@@ -168,26 +165,9 @@ BROKEN_KEYS: dict[str, Callable[..., list[bytes]]] = {
 @pytest.mark.parametrize("name", BROKEN_KEYS)
 def test_a_broken_key_is_caught(tiny_t5, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plain = TorchEager(tiny_t5())
-    check(EncoderCache(plain), plain, masked_variants(TEXTS[4]))
     monkeypatch.setattr(encoder_cache, "row_keys", BROKEN_KEYS[name])
     with pytest.raises(AssertionError, match="not close"):
         check(EncoderCache(plain), plain, masked_variants(TEXTS[4]))
-
-
-class CallersCache:
-    """The way to be rebuilt: whole batches, found by their ids, for ever."""
-
-    def __init__(self, backend: Any):
-        self.backend, self.sources = backend, {}
-
-    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Any:
-        key = input_ids.tobytes()
-        if key not in self.sources:
-            self.sources[key] = self.backend.encode(input_ids, attention_mask)
-        return self.sources[key]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend, name)
 
 
 def without_mask(self: TorchEager, sources: Sequence[TorchSource]) -> TorchSource:
@@ -198,17 +178,13 @@ def without_mask(self: TorchEager, sources: Sequence[TorchSource]) -> TorchSourc
 BROKEN_JOINS = [broken(join=without_mask), broken(join=lambda self, sources: TorchEager.join(self, sources[::-1]))]
 
 
-def test_broken_joins_and_a_cache_of_whole_batches_by_their_ids_are_caught(tiny_t5, padded_batch) -> None:
-    plain = TorchEager(tiny_t5())
-    for cache, batches in (
-        *((EncoderCache(kind(tiny_t5())), [padded_batch]) for kind in BROKEN_JOINS),
-        (CallersCache(plain), masked_variants(TEXTS[4])),
-    ):
-        with pytest.raises(AssertionError, match="not close"):
-            check(cache, plain, batches)
+@pytest.mark.parametrize("kind", BROKEN_JOINS)
+def test_a_broken_join_is_caught(tiny_t5, padded_batch, kind: type) -> None:
+    with pytest.raises(AssertionError, match="not close"):
+        check(EncoderCache(kind(tiny_t5())), TorchEager(tiny_t5()), [padded_batch])
 
 
-def test_nobody_who_uses_a_source_changes_what_is_kept(tiny_t5, padded_batch) -> None:
+def test_writing_to_a_source_does_not_change_the_cached_one(tiny_t5, padded_batch) -> None:
     backend = Counting(tiny_t5())
     cache = EncoderCache(backend)
     expected = tokens_of(TorchEager(tiny_t5()), padded_batch)
@@ -247,7 +223,7 @@ def test_any_sequence_of_batches_and_changes(tiny_t5, events: list[Any], max_byt
             cache.clear()
         elif event == "train":
             with torch.no_grad():
-                plain.model.encoder.block[0].layer[0].SelfAttention.v.weight.mul_(1.5)
+                value(plain.model).weight.mul_(1.5)
         else:
             chosen, left, right = event
             batch = batch_of(*([HOLE if p == hole else t for p, t in enumerate(TEXTS[text])] for text, hole in chosen),
@@ -262,63 +238,42 @@ def test_any_sequence_of_batches_and_changes(tiny_t5, events: list[Any], max_byt
         assert 0 <= cache.size_bytes <= max_bytes and cache.hits + cache.misses == rows_so_far
 
 
-def test_a_row_alone_left_padded_or_in_a_batch(tiny_t5, kind: str, padded_batch) -> None:
-    backend = TorchEager(tiny_t5(kind))
-    rows = backend.split(backend.encode(*padded_batch))
-    for row, ids, mask in zip(rows, *padded_batch, strict=True):
-        text = ids[mask == 1]
-        alone = backend.encode(*batch_of(text))
-        assert alone.hidden.shape == row.hidden.shape == (1, len(text), 32)
-        assert_close(row.hidden, alone.hidden, atol=ATOL_HIDDEN)
-        assert_close(backend.split(backend.encode(*batch_of(text, left=5)))[0].hidden, alone.hidden, atol=ATOL_HIDDEN)
-    assert (rows[0].hidden[0, :2] - rows[4].hidden[0]).abs().max() > 0.1, "another text should be far away"
-
-
 # Changed weights
 
 
-@pytest.fixture
-def trained(tiny_t5) -> Callable[..., None]:
-    """``trained(model, optimizer)``: one step of it, on one pair."""
-
-    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-        loss = model(input_ids=torch.tensor([TEXTS[3]]), labels=torch.tensor([[50, 60, 70, 1]])).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def train_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(input_ids=torch.tensor([TEXTS[3]]), labels=torch.tensor([[50, 60, 70, 1]])).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def scaled(model: Any) -> dict[str, torch.Tensor]:
-    """Other weights for the encoder: the attention of its first layer works differently."""
+    """Other weights for the encoder."""
     return {n: w * 3 if ".v." in n else w.clone() for n, w in model.encoder.state_dict().items()}
 
 
 def by_address(model: Any) -> tuple[Any, ...]:
-    """A fingerprint that one would write first: addresses and versions."""
+    """The obvious fingerprint: addresses and versions."""
     return tuple((weight.data_ptr(), weight._version) for weight in model.encoder.parameters())
 
 
+def value(model: Any) -> torch.nn.Linear:
+    """The projection of values in the encoder's first layer."""
+    return model.encoder.block[0].layer[0].SelfAttention.v
+
+
 def assign_a_parameter(model: Any) -> None:
-    attention = model.encoder.block[0].layer[0].SelfAttention
-    attention.v.weight = torch.nn.Parameter(attention.v.weight.detach() * 3)
-
-
-def write_in_inference_mode(model: Any) -> None:
-    with torch.inference_mode():
-        model.encoder.block[0].layer[0].SelfAttention.v.weight.mul_(3)
+    value(model).weight = torch.nn.Parameter(value(model).weight.detach() * 3)
 
 
 def swap_the_data(model: Any) -> None:
-    weight = model.encoder.block[0].layer[0].SelfAttention.v.weight
-    weight.data = weight.data * 3
+    value(model).weight.data = value(model).weight.data * 3
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "load_state_dict": lambda model: model.encoder.load_state_dict(scaled(model)),
     "load_state_dict, assigned": lambda model: model.encoder.load_state_dict(scaled(model), assign=True),
-    "in place, in inference mode": write_in_inference_mode,
+    "in place, in inference mode": torch.inference_mode()(lambda model: value(model).weight.mul_(3)),
     "a new parameter": assign_a_parameter,
     "new data": swap_the_data,
     "layers taken out": lambda model: model.encoder.block.__delitem__(1),
@@ -339,38 +294,34 @@ def check_change(cache: EncoderCache, plain: TorchEager, batch: Batch, change: C
     kept = plain.encode(*batch)
     change()
     stale, fresh = (plain.step(plain.new_state(s), np.full((6, 1, 1), 0)) for s in (kept, plain.encode(*batch)))
-    assert np.abs(stale - fresh).max() > 0.01, "what was encoded before should be wrong now"
+    assert np.abs(stale - fresh).max() > 0.01, "earlier encodings should be wrong now"
     assert_close(cache.step(cache.new_state(cache.encode(*batch)), np.full((6, 1, 1), 0)), fresh, atol=ATOL_LOGITS)
     np.testing.assert_array_equal(tokens_of(cache, batch), tokens_of(plain, batch))
 
 
 @pytest.mark.parametrize("change", [*CHANGES, *OPTIMIZERS])
-def test_changed_weights_empty_it(tiny_t5, padded_batch, trained, change: str) -> None:
+def test_changed_weights_empty_it(tiny_t5, padded_batch, change: str) -> None:
     model = copy.deepcopy(tiny_t5())
     cache, alter = EncoderCache(TorchEager(model)), CHANGES.get(change)
     if alter is None:
-        alter = partial(trained, optimizer=OPTIMIZERS[change](model.parameters()))
+        alter = partial(train_step, optimizer=OPTIMIZERS[change](model.parameters()))
     check_change(cache, TorchEager(model), padded_batch, lambda: alter(model))
     assert (cache.hits, cache.misses) == (6, 12) and len(cache._rows) == 6
 
 
-def test_another_dtype_empties_it(tiny_t5, padded_batch) -> None:
-    model = copy.deepcopy(tiny_t5())
+def test_another_dtype_or_model_empties_it(tiny_t5, padded_batch) -> None:
+    model, other = copy.deepcopy(tiny_t5()), tiny_t5(seed=4)
     backend = TorchEager(model)
     cache = EncoderCache(backend)
-    sources = [cache.encode(*padded_batch)]
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
         model.to(dtype)
-        sources.append(cache.encode(*padded_batch))
-    assert [source.hidden.dtype for source in sources] == [torch.float32, torch.bfloat16, torch.float32]
+        assert cache.encode(*padded_batch).hidden.dtype == dtype
     assert cache.misses == 18
-    rounded = backend.encode(*padded_batch)
-    for row, (one, two) in enumerate(zip(backend.split(rounded), backend.split(sources[2]), strict=True)):
-        assert_close(two.hidden, one.hidden, atol=ATOL_HIDDEN)
-        assert (backend.split(sources[0])[row].hidden - one.hidden).abs().max() > 1e-3, "bfloat16 should have rounded"
+    backend.model = other
+    np.testing.assert_array_equal(tokens_of(cache, padded_batch), tokens_of(TorchEager(other), padded_batch))
 
 
-def test_training_mode_is_no_evaluation_mode(tiny_t5, padded_batch) -> None:
+def test_sources_of_training_mode_are_not_used_in_evaluation_mode(tiny_t5, padded_batch) -> None:
     model = copy.deepcopy(tiny_t5(dropout_rate=0.5))
     cache = EncoderCache(TorchEager(model))
     expected = tokens_of(cache, padded_batch)
@@ -395,28 +346,18 @@ def test_unchanged_weights_keep_it(tiny_t5, padded_batch) -> None:
     assert (cache.hits, cache.misses) == (12, 6)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_cache_that_is_not_emptied_is_caught(tiny_t5, padded_batch, change: str) -> None:
+def test_a_cache_that_is_not_emptied_is_caught(tiny_t5, padded_batch) -> None:
     model = copy.deepcopy(tiny_t5())
     backend = TorchEager(model)
     backend.fingerprint = lambda: 0
     with pytest.raises(AssertionError, match="not close"):
-        check_change(EncoderCache(backend), TorchEager(model), padded_batch, lambda: CHANGES[change](model))
-
-
-def test_versions_alone_miss_fused_optimizers(tiny_t5, padded_batch, trained) -> None:
-    """Should torch change this, the hook in `torch_eager` can go."""
-    model = copy.deepcopy(tiny_t5())
-    fused, backend = OPTIMIZERS["AdamW, fused"](model.parameters()), TorchEager(model)
-    backend.fingerprint = lambda: by_address(model)
-    with pytest.raises(AssertionError, match="not close"):
-        check_change(EncoderCache(backend), TorchEager(model), padded_batch, lambda: trained(model, fused))
+        check_change(EncoderCache(backend), TorchEager(model), padded_batch, lambda: swap_the_data(model))
 
 
 def test_an_address_is_no_identity(tiny_t5) -> None:
     model = copy.deepcopy(tiny_t5())
     backend = TorchEager(model)
-    weight = model.encoder.block[0].layer[0].SelfAttention.v.weight
+    weight = value(model).weight
     memory = weight.detach().numpy().copy()
     weight.data = torch.from_numpy(memory)
     mine, first = backend.fingerprint(), by_address(model)
@@ -426,35 +367,28 @@ def test_an_address_is_no_identity(tiny_t5) -> None:
     assert by_address(model) == first and backend.fingerprint() != mine
 
 
-def test_a_fingerprint_is_stable_hashable_and_keeps_no_weights_alive(tiny_t5) -> None:
+def test_a_fingerprint_keeps_no_weights_alive(tiny_t5) -> None:
     model = copy.deepcopy(tiny_t5())
-    backend = TorchEager(model)
-    mine = backend.fingerprint()
-    assert backend.fingerprint() == mine and hash(backend.fingerprint()) == hash(mine)
-    assert TorchEager(copy.deepcopy(model)).fingerprint() != mine
-    storages = mine[2]
+    storages = TorchEager(model).fingerprint()[2]
     assert not any(storage.expired() for storage in storages)
     model.to(torch.float64)
     assert all(storage.expired() for storage in storages)
 
 
 def test_hidden_writes_need_clear(tiny_t5, padded_batch) -> None:
-    """What `TorchEager.fingerprint` says that it does not see, it does not see; `clear` exists for it."""
+    """`TorchEager.fingerprint` does not notice them, as it says."""
     model = copy.deepcopy(tiny_t5())
-    backend = TorchEager(model)
-    cache = EncoderCache(backend)
-    weight = model.encoder.block[0].layer[0].SelfAttention.v.weight
+    cache, weight = EncoderCache(TorchEager(model)), value(model).weight
     before = cache.encode(*padded_batch)
     for write in (
         lambda: weight.data.mul_(3),
         lambda: np.multiply(weight.detach().numpy(), 3, out=weight.data.numpy()),
     ):
         write()
-        assert torch.equal(cache.encode(*padded_batch).hidden, before.hidden), "seen now? Then say so in fingerprint()"
+        assert torch.equal(cache.encode(*padded_batch).hidden, before.hidden), "noticed now? Then say so in fingerprint"
         cache.clear()
         assert cache.size_bytes == 0
         fresh = cache.encode(*padded_batch)
-        assert_close(backend.join(backend.split(backend.encode(*padded_batch))).hidden, fresh.hidden, atol=ATOL_HIDDEN)
         assert (fresh.hidden - before.hidden).abs().max() > 0.1
         before = fresh
 
@@ -462,29 +396,20 @@ def test_hidden_writes_need_clear(tiny_t5, padded_batch) -> None:
 def test_weights_of_inference_mode_are_refused(tiny_t5, padded_batch) -> None:
     with torch.inference_mode():
         model = copy.deepcopy(tiny_t5())
-    with pytest.raises(InputError, match="made in inference mode"):
+    with pytest.raises(InputError, match="inference mode"):
         EncoderCache(TorchEager(model))
     backend = TorchEager(copy.deepcopy(tiny_t5()))
     cache = EncoderCache(backend)
-    cache.encode(*padded_batch)
     backend.model = model
-    with pytest.raises(InputError, match="made in inference mode"):
+    with pytest.raises(InputError, match="inference mode"):
         cache.encode(*padded_batch)
-
-
-def test_another_model_empties_it(tiny_t5, padded_batch) -> None:
-    backend = TorchEager(tiny_t5())
-    cache = EncoderCache(backend)
-    tokens_of(cache, padded_batch)
-    backend.model = tiny_t5(seed=4)
-    np.testing.assert_array_equal(tokens_of(cache, padded_batch), tokens_of(TorchEager(tiny_t5(seed=4)), padded_batch))
 
 
 # The bound
 
 
 class LRU:
-    """What should happen, with whole rows and nothing clever: which rows are encoded, and what stays."""
+    """A plain model of the cache: the rows that are encoded, and those that stay."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.kept = max_bytes, OrderedDict()
@@ -555,8 +480,8 @@ def test_what_cannot_be_cached() -> None:
     for methods in (["split"], ["join", "source_bytes"], ["split", "join", "source_bytes", "fingerprint"]):
         members = {name: value for name, value in vars(Toy).items() if name not in methods}
         poor = type("Poor", (), members)()
-        refused(EncoderCache, "backend", poor, match=f"Poor, which lacks {', '.join(methods)}\\.")
-    refused(EncoderCache, "backend", None, match="NoneType, which lacks encode")
+        refused(EncoderCache, "backend", poor, match=f"lacks {', '.join(methods)}")
+    refused(EncoderCache, "backend", None)
 
 
 # A backend like any other
@@ -571,13 +496,6 @@ def test_is_a_backend_and_shows_the_wrapped_one(tiny_t5) -> None:
     assert not hasattr(cache, "run_greedy")
     backend.run_greedy = lambda state, k: k
     assert cache.run_greedy(None, 3) == 3
-
-
-def test_every_operation_of_the_state_is_the_wrapped_one(tiny_t5, padded_batch) -> None:
-    new = np.random.default_rng(1).integers(3, 300, (6, 2, 3))
-    backends = TorchEager(tiny_t5()), EncoderCache(EncoderCache(TorchEager(tiny_t5())))
-    logits = [logits_after_all(backend, *padded_batch, new) for backend in backends]
-    assert_close(logits[1], logits[0], atol=ATOL_LOGITS)
 
 
 def test_split_and_join(tiny_t5, padded_batch) -> None:
@@ -618,24 +536,8 @@ def in_threads(*functions: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def test_threads_may_share_it() -> None:
-    cache = EncoderCache(Toy(), max_bytes=32 * 40)
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for turn in range(100):
-            rows = [rng.integers(2, 5, rng.integers(1, 6)).tolist() for _ in range(rng.integers(1, 5))]
-            assert [row[:, 0].tolist() for row in cache.encode(*batch_of(*rows))] == rows
-            if turn % 50 == 49:
-                cache.clear()
-
-    in_threads(*(lambda seed=seed: work(seed) for seed in range(4)))
-    assert cache.size_bytes == sum(size for _, size in cache._rows.values()) <= cache.max_bytes
-    assert cache.hits > 0 and cache.misses > 0
-
-
 class Meeting(Toy):
-    """Two threads encode at the same time, and would be keeping their row at the same time if they could."""
+    """Two threads encode at the same time, and try to keep their row at the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -658,7 +560,7 @@ def test_two_threads_that_miss_the_same_row_keep_it_once() -> None:
 
 
 class Waiting(Toy):
-    """Encodes the token 9 only when it is told to."""
+    """Encodes the token 9 only after ``go_on``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -687,8 +589,24 @@ def test_a_hit_does_not_wait_for_the_encoder() -> None:
     assert cache.misses == 2
 
 
+def test_threads_share_it_while_rows_are_evicted_and_cleared() -> None:
+    cache = EncoderCache(Toy(), max_bytes=32 * 40)
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for turn in range(100):
+            rows = [rng.integers(2, 5, rng.integers(1, 6)).tolist() for _ in range(rng.integers(1, 5))]
+            assert [row[:, 0].tolist() for row in cache.encode(*batch_of(*rows))] == rows
+            if turn % 50 == 49:
+                cache.clear()
+
+    in_threads(*(partial(work, seed) for seed in range(4)))
+    assert cache.size_bytes == sum(size for _, size in cache._rows.values()) <= cache.max_bytes
+    assert cache.hits > 0 and cache.misses > 0
+
+
 @pytest.mark.parametrize("how", ["a hidden change and clear", "a change that another call sees", "a change alone"])
-def test_what_was_being_encoded_when_the_weights_changed_is_not_kept(how: str) -> None:
+def test_an_encoding_during_which_the_weights_changed_is_not_kept(how: str) -> None:
     backend = Waiting()
     if how == "a hidden change and clear":
         backend.fingerprint = lambda: 0

@@ -6,14 +6,8 @@ import copy
 import dataclasses
 import json
 import os
-import random
 import shutil
-import signal
-import socket
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,14 +19,12 @@ import onnxruntime
 import pytest
 import torch
 import transformers
-from programs import own_generate, prune_heads, pruned_and_silenced
+from programs import prune_heads, pruned_and_silenced
 from refused import refused
 from silence import quiet
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from t5accel.backends.ort_numpy import OrtNumpy
-from t5accel.backends.ort_session import SessionSettings
-from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.checks import read_json_object
 from t5accel.decoding.backend import right_aligned
@@ -42,23 +34,20 @@ from t5accel.errors import (
     InputError,
     ModelUnavailableError,
     NotT5Error,
-    T5AccelError,
     UnknownModelError,
 )
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS, decoder_spec, encoder_spec, kv_names
-from t5accel.graphs.export import export_model, source_hash, t5_weights
+from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec, kv_names
+from t5accel.graphs.export import backend_logits, check_logits, export_model, source_hash, t5_weights
 from t5accel.graphs.export_folder import LARGEST_INSIDE
 from t5accel.graphs.layers import LOWEST, decoder_graph, encoder_graph
-from t5accel.graphs.logit_check import backend_logits, check_logits
-from t5accel.graphs.manifest import read_manifest, write_manifest
+from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.weights import T5Weights
+from t5accel.models.families import BEYOND_T5
 from t5accel.models.random_init import random_model
-from t5accel.models.registry import BEYOND_T5
 from t5accel.models.sizes import T5Dims
 from t5accel.models.t5_math import logit_scale, relative_position_bucket
-from t5accel.parity import ParityError, assert_close, assert_varied
-from t5accel.tokenization import text_to_text, tokenizer_of
+from t5accel.parity import ParityError, assert_close
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 
@@ -178,10 +167,9 @@ def histories(batch: int, rows: int, length: int) -> np.ndarray:
 # Equal to transformers
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_logits_of_chunks_behind_garbage(tiny_t5, exported, variant, padded_batch, rows: int) -> None:
+def test_logits_of_chunks_behind_garbage(tiny_t5, exported, variant, padded_batch) -> None:
     kind, sizes = variant
-    graphs, new = graphs_in(exported(kind, **sizes)), histories(6, rows, 9)
+    graphs, new = graphs_in(exported(kind, **sizes)), histories(6, 3, 9)
     expected = teacher_forced(tiny_t5(kind, **sizes), *padded_batch, new)
     for garbage in ({}, dict(garbage=4), dict(garbage=2, scale=1e4)):
         actual = graphs.chunks(*padded_batch, new, **garbage)
@@ -207,14 +195,6 @@ def test_histories_of_unequal_length(tiny_t5, exported, variant, padded_batch) -
     same_logits(logits, np.take_along_axis(expected, positions[..., None], axis=2))
 
 
-def test_greedy_tokens(tiny_t5, exported, variant, padded_batch) -> None:
-    kind, sizes = variant
-    expected = own_generate(tiny_t5(kind, **sizes), *padded_batch, max_new_tokens=12)[:, 1:].numpy()
-    assert_varied(expected)
-    actual = greedy(OrtNumpy(exported(kind, **sizes)), *padded_batch, max_new_tokens=12).sequences
-    np.testing.assert_array_equal(actual, expected)
-
-
 LONG_SOURCE = np.random.default_rng(3).integers(3, 300, (2, 200))
 LONG_MASK = (np.arange(200) < np.array([[200], [170]])).astype(np.int64)
 
@@ -229,23 +209,15 @@ def test_distances_beyond_the_reach(tiny_t5, exported, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_models_in_16_bits_become_fp32(tiny_t5, padded_batch, tmp_path, dtype: torch.dtype) -> None:
-    half = copy.deepcopy(tiny_t5(d_model=40)).to(dtype)  # 40 ** -0.5 is far from what bfloat16 has
+def test_models_in_16_bits_and_in_training_become_fp32_without_dropout(tiny_t5, padded_batch, tmp_path, dtype) -> None:
+    half = copy.deepcopy(tiny_t5(d_model=40, dropout_rate=0.5)).to(dtype).train()  # 40 ** -0.5 is far from a bfloat16
+    half.encoder.eval()
     manifest = export_model(half, tmp_path / "half")
     assert {tensor.dtype for tensor in manifest.graphs[ENCODER].outputs} == {"float32"}
     new = histories(6, 2, 5)
-    expected = teacher_forced(copy.deepcopy(half).float(), *padded_batch, new)
+    expected = teacher_forced(copy.deepcopy(half).float().eval(), *padded_batch, new)
     same_logits(graphs_in(tmp_path / "half").chunks(*padded_batch, new), expected)
-    assert next(half.parameters()).dtype == dtype, "the model itself stays as it was"
-
-
-def test_a_model_in_training_is_exported_without_dropout(tiny_t5, padded_batch, tmp_path) -> None:
-    model = copy.deepcopy(tiny_t5(dropout_rate=0.5)).train()
-    export_model(model, tmp_path / "training")
-    assert model.training and model.decoder.training, "and goes on training"
-    new = histories(6, 1, 5)
-    expected = teacher_forced(model.eval(), *padded_batch, new)
-    same_logits(graphs_in(tmp_path / "training").chunks(*padded_batch, new), expected)
+    assert half.training and not half.encoder.training and half.shared.weight.dtype == dtype, "left as it was"
 
 
 def test_encoder_and_decoder_with_embeddings_of_their_own(tiny_t5, padded_batch) -> None:
@@ -449,14 +421,6 @@ def test_a_model_that_cannot_be_run_is_said_to(tiny_t5, tmp_path) -> None:
         export_model(model, tmp_path / "export")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_model_in_training_or_in_other_floats_is_compared_and_left_as_it_was(tiny_t5, tmp_path, dtype) -> None:
-    model = copy.deepcopy(tiny_t5()).to(dtype).train()
-    model.encoder.eval()
-    assert export_model(model, tmp_path / "export").files
-    assert model.training and not model.encoder.training and model.shared.weight.dtype == dtype
-
-
 def test_the_captured_steps_of_a_gpu_are_compared_with_the_model(tiny_t5) -> None:
     model = copy.deepcopy(tiny_t5())
     backend = TorchStatic(model)
@@ -468,9 +432,8 @@ def test_the_captured_steps_of_a_gpu_are_compared_with_the_model(tiny_t5) -> Non
 
 WRONG_HEADS: dict[str, Callable[[Any], Any]] = {  # three heads of 12, where the others have four
     "unnamed": lambda a: (prune_heads(a, {1}), setattr(a, "pruned_heads", set())),
-    "too many named": lambda a: (prune_heads(a, {1}), setattr(a, "pruned_heads", {1, 2})),
     "named and still there": lambda a: setattr(a, "pruned_heads", {1}),
-    **{part: lambda a, part=part: setattr(a, part, torch.nn.Linear(32, 36, bias=False)) for part in "qkv"},
+    "k": lambda a: setattr(a, "k", torch.nn.Linear(32, 36, bias=False)),
     "o": lambda a: setattr(a, "o", torch.nn.Linear(36, 32, bias=False)),
     "no multiple of d_kv": lambda a: prune_heads(a, {4}, d_kv=11),
 }
@@ -552,10 +515,8 @@ def test_a_broken_graph_fails(tiny_t5, padded_batch, kind: str, edit: Callable[[
     ("kind", "change"),
     [
         ("deeper-decoder", dict(logit_scale=1.0)),
-        ("gated-untied", dict(logit_scale=32**-0.5)),
         ("gated-untied", dict(activation="gelu")),
         ("deeper-decoder", dict(norm_epsilon=1e-4)),
-        ("umt5", dict(buckets=16)),
         ("umt5", dict(max_distance=127)),
     ],
     ids=str,
@@ -563,17 +524,6 @@ def test_a_broken_graph_fails(tiny_t5, padded_batch, kind: str, edit: Callable[[
 def test_wrong_weights_fail(tiny_t5, kind: str, change: dict[str, Any]) -> None:
     model = tiny_t5(kind)
     fails(model, dataclasses.replace(t5_weights(model), **change), lambda graph: None, (LONG_SOURCE, LONG_MASK), 180)
-
-
-@pytest.mark.parametrize("name", ["attention_mask", "past_mask"])
-def test_the_graph_reads_its_masks(tiny_t5, exported, padded_batch, name: str) -> None:
-    graphs, new = graphs_in(exported()), histories(6, 3, 5)
-    expected = teacher_forced(tiny_t5(), *padded_batch, new)
-    source, past = graphs.encode(*padded_batch), graphs.empty(6, 3, garbage=4)
-    same_logits(graphs.step(source, past, new)[0], expected)
-    ignored = [{**feeds, **({name: np.ones_like(feeds[name])} if name in feeds else {})} for feeds in (source, past)]
-    with pytest.raises(ParityError):
-        same_logits(graphs.step(*ignored, new)[0], expected)
 
 
 # Where the weights lie
@@ -627,23 +577,20 @@ def test_external_weights_are_stored_once(tiny_t5, exported, padded_batch, kind:
 
 
 def test_the_threshold_is_the_size_of_the_larger_graph(tiny_t5, tmp_path) -> None:
-    model = tiny_t5()
-    weights = t5_weights(model)
+    weights = t5_weights(tiny_t5())
     largest = max(graph.size_bytes for graph in (encoder_graph(weights), decoder_graph(weights)))
-    at, below = (export_model(model, tmp_path / str(t), external_threshold_bytes=t) for t in (largest, largest - 1))
-    assert WEIGHTS not in at.files and WEIGHTS in below.files
-    assert at.source == below.source and at.size_bytes < at.size_bytes + largest
+    at, below = (export_model(tiny_t5(), tmp_path / str(t), external_threshold_bytes=t) for t in (largest, largest - 1))
+    assert WEIGHTS not in at.files and WEIGHTS in below.files and at.source == below.source
 
 
 # Silence
 
 
-@pytest.mark.parametrize("kind", ["deeper-decoder", "mt5", "umt5"])
-def test_nothing_is_said_unasked(tiny_t5, kind: str, padded_batch, tmp_path, capfd) -> None:
+def test_nothing_is_said_unasked(tiny_t5, padded_batch, tmp_path, capfd) -> None:
     with quiet():
-        export_model(tiny_t5(kind), tmp_path / "tiny")
-        export_model(tiny_t5(kind), tmp_path / "tiny")
-        export_model(tiny_t5(kind), tmp_path / "outside", external_threshold_bytes=0)
+        export_model(tiny_t5("umt5"), tmp_path / "tiny")
+        export_model(tiny_t5("umt5"), tmp_path / "tiny")
+        export_model(tiny_t5("umt5"), tmp_path / "outside", external_threshold_bytes=0)
         for folder in (tmp_path / "tiny", tmp_path / "outside"):
             Graphs(folder / ENCODER, folder / DECODER).chunks(*padded_batch, histories(6, 1, 5))
             OrtNumpy(folder)
@@ -694,23 +641,6 @@ def test_progress_goes_to_standard_error(tiny_t5, tmp_path, monkeypatch, capfd, 
 # What cannot be exported
 
 
-class Wrapped(torch.nn.Module):
-    """As adapters and compilers do it: everything can be reached, and the weights have other names."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self.inner = model
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.inner, name)
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        return self.inner(*args, **options)
-
-
 def test_what_is_no_t5_and_wrong_options(tiny_t5, tmp_path, offline) -> None:
     t5, config = tiny_t5(), tiny_t5().config
     bert = transformers.BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -731,7 +661,6 @@ def test_what_is_no_t5_and_wrong_options(tiny_t5, tmp_path, offline) -> None:
         (transformers.T5Model(copy.deepcopy(config)), NotT5Error, "T5Model"),
         (None, InputError, "None"),
         (copy.deepcopy(t5).to("meta"), InputError, "meta"),
-        (Wrapped(t5), NotT5Error, "unwrap|holds one"),
         (configured("dense_act_fn", "tanh"), NotT5Error, "tanh"),
         (configured("eos_token_id", None), InputError, "eos_token_id"),
         (configured("decoder_start_token_id", None), InputError, "start_token"),
@@ -740,7 +669,7 @@ def test_what_is_no_t5_and_wrong_options(tiny_t5, tmp_path, offline) -> None:
         ("google-t5/t5-small", ModelUnavailableError, "t5-small"),
     ):
         refused(call, "model", model, match=match, error=error)
-    refused(call, "external_threshold_bytes", -1, LARGEST_INSIDE + 1, 1.5, "0", True, None)
+    refused(call, "external_threshold_bytes", -1, LARGEST_INSIDE + 1, "0")
     refused(call, "name", 5, b"t5")
     refused(call, "tokenizer", "mini")
     assert not list(tmp_path.iterdir()), "nothing is written, not even the folder above"
@@ -764,42 +693,16 @@ def test_the_hash_is_that_of_the_values(tiny_t5, tmp_path) -> None:
     assert len(hashes) == len(others) and hash_of(model) not in hashes
 
 
-def test_weights_share_memory_with_the_model(tiny_t5) -> None:
-    model = tiny_t5()
-    weights = t5_weights(model)
-    assert weights.arrays.keys() == dict(model.named_parameters()).keys(), "each once"
-    assert all(np.shares_memory(weights.arrays[name], p.detach()) for name, p in model.named_parameters())
-    copies: list[Any] = []
-
-    class Watched(np.ndarray):
-        def __deepcopy__(self, memo: Any) -> Any:
-            copies.append(self)
-            return super().__deepcopy__(memo)
-
-    watched = {name: array.view(Watched) for name, array in weights.arrays.items()}
-    assert source_hash(model, dataclasses.replace(weights, arrays=watched)) == source_hash(model, weights)
-    assert not copies, "a hash needs no second copy of the model"
-
-
 # Files that are read
-
-
-def a_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as end:
-        end.bind(str(path))
 
 
 NOT_OBJECTS: dict[str, Callable[[Path], Any]] = {
     "missing": lambda path: None,
     "a named pipe": os.mkfifo,
-    "a socket": a_socket,
-    "a device": lambda path: path.symlink_to("/dev/zero"),
     "a folder": Path.mkdir,
     "nested too deeply": lambda path: path.write_text("[" * 100_000 + "]" * 100_000),
     "no JSON": lambda path: path.write_bytes(b'{"a": \xff}'),
     "null": lambda path: path.write_text("null"),
-    "a list": lambda path: path.write_text("[]"),
-    "a text": lambda path: path.write_text('"x"'),
     "a number": lambda path: path.write_text("NaN"),
     "at most": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
 }
@@ -813,74 +716,10 @@ def test_what_holds_no_json_object_is_refused_in_a_sentence(tmp_path, monkeypatc
         read_json_object(Path("config.json"), ExportError, "Export again.")
 
 
-def test_links_to_files_are_read(tmp_path) -> None:
-    (tmp_path / "blob").write_text('{"a": 1}')
-    (tmp_path / "config.json").symlink_to(tmp_path / "blob")  # as in the hub's cache
-    assert read_json_object(tmp_path / "config.json", ExportError) == {"a": 1}
-
-
-# The manifest
-
-
 @pytest.fixture
 def copied(exported, tmp_path: Path) -> Path:
     """An export with its weights beside the graphs, to be damaged."""
     return Path(shutil.copytree(exported(external_threshold_bytes=0), tmp_path / "copied"))
-
-
-def edited(text: str, rng: random.Random) -> str:
-    """One character replaced, taken out or put in."""
-    place, character = rng.randrange(len(text)), rng.choice('0123456789abcdef-.,:{}[]" \ntrue')
-    return text[:place] + rng.choice(["", character]) + text[place + rng.choice([0, 1]) :]
-
-
-def test_any_altered_character_of_a_manifest_is_noticed(copied: Path) -> None:
-    text, rng, tried = (copied / MANIFEST).read_text(), random.Random(0), 0
-    while tried < 300:
-        other = edited(text, rng)
-        try:
-            if json.loads(other) == json.loads(text):  # blanks, and a key that was there twice
-                continue
-        except ValueError:
-            pass
-        tried += 1
-        (copied / MANIFEST).write_text(other)
-        with pytest.raises(ExportError, match=r"Export again with overwrite=True"):
-            read_manifest(copied, verify=False)
-    (copied / MANIFEST).write_text(json.dumps(json.loads(text), sort_keys=True))  # the same content, written otherwise
-    assert read_manifest(copied)
-
-
-def test_exports_of_the_format_before_are_to_be_made_again(copied: Path) -> None:
-    content = json.loads((copied / MANIFEST).read_text())
-    del content["sha256"]
-    (copied / MANIFEST).write_text(json.dumps(content | {"format": 1}))
-    with pytest.raises(ExportError, match="format 2, got 1. Export again"):
-        read_manifest(copied)
-
-
-@pytest.mark.parametrize(
-    ("entry", "name", "value"),
-    [
-        *(("dims", name, -1) for name in ("vocab_size", "d_model", "d_kv")),
-        *(("dims", name, [-1] * 3) for name in ("decoder_heads", "cross_heads", "decoder_ff")),
-        ("dims", "encoder_heads", [4]), ("dims", "encoder_ff", 64), ("dims", "encoder_ff", []), ("dims", "gated", 1),
-        ("dims", "d_model", 0), ("dims", "d_model", True),
-        *(("tokens", name, value) for name in ("pad_token_id", "eos_token_id") for value in (-1, 300, 10**9, True)),
-        ("rules", "suppress_tokens", [5, 10**9]), ("rules", "suppress_tokens", [-1]),
-        ("rules", "forced_bos_token_id", 300), ("rules", "forced_eos_token_id", -1),
-        ("recipe", "floats", "float99"), ("recipe", "floats", None),
-    ],
-)  # fmt: skip
-def test_a_manifest_of_impossible_sizes_and_tokens_is_damaged(copied: Path, entry: str, name: str, value: Any) -> None:
-    content = json.loads((copied / MANIFEST).read_text())
-    content[entry][name] = value
-    dims = T5Dims(**{key: tuple(size) if isinstance(size, list) else size for key, size in content["dims"].items()})
-    with suppress(TypeError, ValueError):  # what the sizes say of the graphs is right, too
-        content["graphs"] = {name: dataclasses.asdict(spec(dims)) for name, spec in SPECS.items()}
-    write_manifest(copied, content)
-    with pytest.raises(ExportError, match=r"manifest\.json is damaged .*Export again"):
-        OrtNumpy(copied)
 
 
 def test_a_model_with_tokens_outside_its_vocabulary_is_not_exported(tiny_t5, tmp_path) -> None:
@@ -889,91 +728,3 @@ def test_a_model_with_tokens_outside_its_vocabulary_is_not_exported(tiny_t5, tmp
     with pytest.raises(ExportError, match="forced_eos_token_id is 1000000000"):
         export_model(model, tmp_path / "x")
     assert not (tmp_path / "x").exists()
-
-
-# Any damage
-
-
-@contextmanager
-def within(seconds: int) -> Iterator[None]:
-    def late(*_: Any) -> None:
-        raise KeyboardInterrupt(f"it took longer than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def any_byte(path: Path, rng: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    for _ in range(rng.choice([1, 1, 5])):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def instead(make: Callable[[Path], Any]) -> Callable[[Path, random.Random], None]:
-    return lambda path, _: (path.unlink(), make(path))
-
-
-DAMAGES: list[Callable[[Path, random.Random], Any]] = [
-    any_byte, any_byte, lambda path, rng: os.truncate(path, rng.randrange(path.stat().st_size)),
-    lambda path, _: path.unlink(), instead(os.mkfifo), instead(Path.mkdir), instead(lambda path: path.symlink_to(path)),
-    instead(lambda path: path.symlink_to("/dev/zero")), instead(Path.touch),
-    lambda path, _: path.write_text("[" * 100_000), lambda path, _: path.write_text('{"format": 2, "sha256": null}'),
-    lambda path, rng: path.write_bytes(rng.choice([*path.parent.iterdir()]).read_bytes()),
-]  # fmt: skip
-
-
-def any_value(folder: Path, rng: random.Random) -> None:
-    """Another value somewhere in the manifest, whose hash is right."""
-    content = json.loads((folder / MANIFEST).read_text())
-    place: Any = content
-    key = rng.choice([*place])
-    while isinstance(place[key], dict | list) and place[key] and rng.random() < 0.9:
-        place = place[key]
-        key = rng.choice([*place] if isinstance(place, dict) else range(len(place)))
-    value = place[key]
-    near = [value + 1, value - 1, -value, 10**9, 0] if type(value) is int else []
-    place[key] = rng.choice([*near, None, [], {}, "x", -1, 1e300, True, [value], "../x"])
-    write_manifest(folder, content)
-
-
-@pytest.mark.long
-def test_any_damage_ends_in_the_right_answer_or_an_error_of_ours(tmp_path: Path) -> None:
-    """For 100 seconds. A manifest with its right hash may be of another model, which answers otherwise."""
-    text = "translate English to French: I am tired."
-    export_model("mini", tmp_path / "whole", external_threshold_bytes=0, step=True)
-
-    def answer(folder: Path) -> list[str]:
-        backend, tokenizer = OrtStatic(folder, settings=SessionSettings(threads=1)), tokenizer_of(folder)
-        return text_to_text(tokenizer, lambda *batch: greedy(backend, *batch, max_new_tokens=8).sequences)([text])
-
-    expected, rng, ends = answer(tmp_path / "whole"), random.Random(49), time.monotonic() + 100
-    outcomes = Counter()
-    while time.monotonic() < ends:
-        folder, state = tmp_path / "damaged", rng.getstate()
-        folder.mkdir()
-        chosen = rng.choice([path.name for path in (tmp_path / "whole").iterdir()] + 4 * [MANIFEST])
-        for path in (tmp_path / "whole").iterdir():
-            if path.name == chosen:
-                shutil.copy(path, folder)
-            else:
-                (folder / path.name).symlink_to(path)
-        is_hashed = chosen == MANIFEST and rng.random() < 0.6
-        any_value(folder, rng) if is_hashed else rng.choice(DAMAGES)(folder / chosen, rng)
-        try:
-            with within(30):
-                found = answer(folder)
-            outcomes["answered"] += 1
-            assert found == expected or is_hashed, (chosen, state)
-        except T5AccelError as error:
-            outcomes["refused"] += 1
-            assert "\n" not in str(error)[:80]
-        except (Exception, KeyboardInterrupt) as error:
-            raise AssertionError(f"{chosen} ended in {error!r}: {state[1][:3]}") from error
-        shutil.rmtree(folder)
-    assert outcomes["refused"] > 50 and outcomes["answered"], outcomes

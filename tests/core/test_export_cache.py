@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers.normalizers import Lowercase
-from tokenizers.processors import TemplateProcessing
 
 import t5accel.graphs.export_cache as module
 import t5accel.models.load as checkpoints
@@ -67,22 +66,12 @@ def test_equal_weights_are_exported_once_and_others_apart(tiny_t5, cache: Path) 
     assert first.parent == cache and len(list_exports()) == 2
 
 
-def test_both_graphs_share_one_file_of_weights(tiny_t5) -> None:
-    assert "weights.data" in read_manifest(cached_export(tiny_t5())).files
-
-
 def test_a_named_model_is_not_loaded_again(folder: Path, monkeypatch) -> None:
     first = cached_export(folder)
     assert first.name.startswith("model-fp32-")
     monkeypatch.setattr(module, "load_model", lambda name: pytest.fail("loaded"))
     monkeypatch.setattr(module, "export_model", lambda *_, **__: pytest.fail("exported"))
     assert cached_export(str(folder)) == first
-
-
-def test_a_folder_whose_files_changed_is_another_model(folder: Path, tiny_t5) -> None:
-    first = cached_export(folder)
-    tiny_t5(seed=2).save_pretrained(folder)
-    assert cached_export(folder) != first
 
 
 # --- the key: whatever changes an answer asks for a new result
@@ -93,10 +82,7 @@ def edit(folder: Path, file: str, **changed: Any) -> None:
     (folder / file).write_text(json.dumps(content | changed))
 
 
-FIELDS = dict(
-    layer_norm_epsilon=1e-3, relative_attention_max_distance=64, feed_forward_proj="gelu", dense_act_fn="gelu",
-    pad_token_id=3, eos_token_id=4, decoder_start_token_id=5,
-)  # fmt: skip
+FIELDS = dict(layer_norm_epsilon=1e-3, feed_forward_proj="gelu", decoder_start_token_id=5)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -106,7 +92,7 @@ def test_every_field_of_a_folders_configuration_is_in_the_key(folder: Path, fiel
     assert cached_export(folder) != first
 
 
-@pytest.mark.parametrize("name", ["merges.txt", "vocab.json", "vocab.txt", "added.spm", "generation_config.json"])
+@pytest.mark.parametrize("name", ["vocab.json", "added.spm", "generation_config.json"])
 def test_every_file_that_loading_may_read_is_in_the_key(folder: Path, name: str) -> None:
     first = cached_export(folder)
     (folder / name).write_text('{"num_beams": 2}')
@@ -172,11 +158,8 @@ def test_an_objects_own_defaults_are_handed_out_and_not_those_of_an_earlier_one(
 
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     "a token more": lambda tokenizer: tokenizer.add_tokens(["\n"]),
-    "a special token more": lambda tokenizer: tokenizer.add_special_tokens({"additional_special_tokens": ["<sep>"]}),
     "small letters": lambda tokenizer: setattr(tokenizer.backend_tokenizer, "normalizer", Lowercase()),
-    "no end": lambda tokenizer: setattr(tokenizer.backend_tokenizer, "post_processor", TemplateProcessing("$A")),
     "the longest input": lambda tokenizer: setattr(tokenizer, "model_max_length", 7),
-    "tidied": lambda tokenizer: setattr(tokenizer, "clean_up_tokenization_spaces", True),
 }  # fmt: skip
 
 
@@ -269,7 +252,7 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(folder: Path, monkeyp
     assert not list_exports()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "null", '{"a": 1}', '{"a": [1, 2]}', "\udcff"])
+@pytest.mark.parametrize("content", ["", "null", '{"a": [1, 2]}', "\udcff"])
 def test_damaged_memories_are_forgotten(folder: Path, cache: Path, content: str) -> None:
     first = cached_export(folder)
     (cache / ".hashes.json").write_text(content, errors="surrogateescape")
@@ -328,27 +311,6 @@ def test_another_commit_is_another_model_unless_its_files_are_the_same(tiny_t5, 
     (hub / "models--google-t5--t5-small" / "refs" / "main").write_text("4" * 40)  # known, and not downloaded
     with pytest.raises(ModelUnavailableError):
         cached_export(name)
-
-
-def test_where_the_hub_keeps_copies_in_place_of_links_they_are_hashed_once(tiny_t5, hub: Path, hashed) -> None:
-    publish(hub, "google-t5/t5-small", tiny_t5(), "1" * 40)
-    for path in (hub / "models--google-t5--t5-small" / "snapshots" / ("1" * 40)).iterdir():
-        content = path.read_bytes()
-        path.unlink()
-        path.write_bytes(content)
-    first = cached_export("google-t5/t5-small")
-    assert hashed.count("model.safetensors") == 1
-    assert cached_export("google-t5/t5-small") == first and hashed.count("model.safetensors") == 1
-
-
-def test_the_second_accelerate_of_a_published_model_loads_no_weights(tiny_t5, hub, hashed, monkeypatch) -> None:
-    publish(hub, "google-t5/t5-small", own := tiny_t5("gated-untied", num_decoder_layers=2), "1" * 40)
-    ids, options = torch.tensor([[5, 6, 7, 1]]), dict(max_new_tokens=6)
-    expected = accelerate("google-t5/t5-small", progress=False).generate(ids, **options)
-    assert torch.equal(expected, own.generate(ids, **options)) and len({*expected[0].tolist()}) > 2
-    forbid(monkeypatch)
-    monkeypatch.setattr(checkpoints, "_from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-    assert torch.equal(accelerate("google-t5/t5-small").generate(ids, **options), expected) and hashed == []
 
 
 # --- exports on the hub
@@ -486,11 +448,6 @@ def test_an_export_is_no_model_to_load_and_says_so(exported: Path, hub: Path, mo
             checkpoints.load_model(name)
 
 
-def test_the_bundled_model_brings_its_tokenizer() -> None:
-    folder = cached_export("mini")
-    assert (folder / "tokenizer.json").is_file() and read_manifest(folder).source["name"] == "mini"
-
-
 def test_a_damaged_export_is_made_again(tiny_t5) -> None:
     folder = cached_export(tiny_t5())
     whole = (folder / "weights.data").read_bytes()
@@ -498,15 +455,6 @@ def test_a_damaged_export_is_made_again(tiny_t5) -> None:
     assert cached_export(tiny_t5()) == folder and (folder / "weights.data").read_bytes() == whole
     (folder / "manifest.json").unlink()
     assert cached_export(tiny_t5()) == folder and read_manifest(folder)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_a_cached_export_without_its_manifest_is_listed_and_cleared(tiny_t5, cache: Path, precision: str) -> None:
-    folder = cached_export(tiny_t5(), precision=precision)
-    (folder / "manifest.json").unlink()
-    assert {entry.what for entry in list_exports() if entry.folder == folder} == {"damaged"}
-    clear_exports()
-    assert not [*cache.iterdir()]
 
 
 def test_a_link_among_the_exports_is_cleared_and_its_target_kept(tiny_t5, cache: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """BART, mBART, Marian, M2M100 and Pegasus: transformers' own logits and tokens from graphs that no one traced.
 
-Models are tiny, seeded, and of odd sizes: encoder and decoder differ in depth, heads and width. Their answers end at
-different lengths. A description that is wrong in one switch gives other logits.
+Models are tiny, seeded, and of odd sizes: encoder and decoder differ in depth, heads and width.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from bench.baselines.optimized_export import optimize_export
 from bench.baselines.ort_cuda_graph import OrtCaptured
+from bench.baselines.ort_iobinding import OrtBound
 from bench.profiling import logits_of
 from t5accel.api import accelerate
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_cuda import OrtPointers
-from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
+from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
-from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import sample
@@ -43,13 +42,10 @@ from t5accel.distillation.student import shrink_decoder
 from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
 from t5accel.graphs.export import export_model, model_weights
 from t5accel.graphs.manifest import write_manifest
-from t5accel.models.families import Family
+from t5accel.models.families import BEYOND_T5, SIZES, Family, family_of
 from t5accel.models.load import load_model
 from t5accel.models.random_init import random_model
-from t5accel.models.registry import BEYOND_T5, SIZES, family_of
 from t5accel.precision.convert import convert_export
-from t5accel.serve.request import GenerationRequest
-from t5accel.serve.scheduler import Scheduler
 from t5accel.tokenization import TokenizerFile, text_to_text, tokenizer_of
 
 VOCABULARY, LONGEST, TOLERANCE = 83, 12, 2e-5
@@ -57,6 +53,8 @@ TWO = "marian, two vocabularies"
 KINDS = (*BEYOND_T5, TWO)
 ONE_THREAD = SessionSettings(threads=1)
 ENGINES = (OrtNumpy, OrtStatic)
+IN_TORCH = {TorchEager: TorchEager, TorchStatic: partial(TorchStatic, buckets=(4, 16, 64))}
+ALL = (*ENGINES, *IN_TORCH)
 # How far logits are from those in fp32, in their standard deviations: tiny models are rounded more than large ones.
 ROUNDED = {"int8": 0.15, "int8-dynamic": 0.15, "int4": 0.6}
 
@@ -94,13 +92,12 @@ def reference(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) -> 
     tensors = {"input_ids": torch.as_tensor(ids), "attention_mask": torch.as_tensor(mask)}
     if "decoder_input_ids" in options:
         options["decoder_input_ids"] = torch.as_tensor(options["decoder_input_ids"])
-    return model.generate(**tensors, do_sample=False, **{"num_beams": 1, "max_new_tokens": LONGEST, **options})[
-        :, 1:
-    ].numpy()
+    options = {"num_beams": 1, "max_new_tokens": LONGEST, **options}
+    return model.generate(**tensors, do_sample=False, **options)[:, 1:].numpy()
 
 
 def texts(sequences: Any, end: int) -> list[list[int]]:
-    """Rows up to their end: what follows differs in how it is padded."""
+    """Rows up to their end: padding differs."""
     rows = [row.tolist() for row in np.asarray(sequences)]
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
@@ -121,12 +118,12 @@ class Built:
 
     def open(self, engine: type = OrtStatic, part: str = "fp32") -> Any:
         if (engine, part) not in self.opened:
-            if not (self.folder / part).is_dir():
+            if engine not in IN_TORCH and not (self.folder / part).is_dir():
                 convert_export(self.folder / "fp32", self.folder / part, part)
-            ours = dict(settings=ONE_THREAD)
-            self.opened[engine, part] = (
-                TorchEager(self.model) if engine is TorchEager else engine(self.folder / part, **ours)
-            )
+            if engine in IN_TORCH:
+                self.opened[engine, part] = IN_TORCH[engine](self.model)
+            else:
+                self.opened[engine, part] = engine(self.folder / part, settings=ONE_THREAD)
         return self.opened[engine, part]
 
     def logits(self, tokens: np.ndarray, ids: np.ndarray | None = None, mask: np.ndarray | None = None) -> np.ndarray:
@@ -139,7 +136,7 @@ class Built:
 
 @cache
 def lively(kind: str, seed: int = 0) -> Any:
-    """A model whose end token is one that it writes, so that answers have different lengths."""
+    """A model that writes its end token, so that answers have different lengths."""
     family = BEYOND_T5[kind.split(",")[0]]
     for attempt in itertools.count(seed):
         model = random_model(family, odd_sizes(kind, attempt), seed=attempt)
@@ -165,7 +162,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 # Logits
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, TorchStatic])
 def test_logits_are_those_of_transformers(built: Built, engine: type) -> None:
     """At once and token by token; sources with padding behind them, and one with padding in front."""
     pad = built.model.config.pad_token_id
@@ -220,56 +217,32 @@ def test_a_description_that_is_wrong_in_one_switch_is_caught(kind: str) -> None:
 # Tokens
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_requests_that_join_a_running_batch_keep_to_the_rules(built: Built, engine: Any) -> None:
-    """At different steps, beside beams: forced first and last tokens, and those that are never said."""
-    backend = built.open(engine)
-    rows = [ids[mask == 1] for ids, mask in zip(built.ids, built.mask, strict=True)]
-    jobs = [GenerationRequest(row, max_new_tokens=LONGEST - place, num_beams=beams)
-            for beams in (1, 2) for place, row in enumerate(rows)]  # fmt: skip
-    scheduler, tickets = Scheduler(backend, thread=False), []
-    for job in jobs:
-        tickets.append(scheduler.submit(job))
-        scheduler.step()
-    while scheduler.step():
-        pass
-    for job, ticket in zip(jobs, tickets, strict=True):
-        search = partial(beam_search, num_beams=2) if job.num_beams == 2 else greedy
-        alone = search(backend, job.input_ids[None], max_new_tokens=job.max_new_tokens).sequences
-        assert texts([ticket.result(0)[0].tokens], built.end) == texts(alone, built.end)
-
-
-def test_answers_vary_and_end_at_different_lengths(built: Built) -> None:
-    answers = texts(greedy(built.open(), built.ids, built.mask, max_new_tokens=2 * LONGEST).sequences, built.end)
-    assert len({tuple(answer) for answer in answers}) == 4 and len({token for row in answers for token in row}) >= 6
-    assert len(set(map(len, answers))) > 1
-
-
-@pytest.mark.parametrize("num_beams", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_beams", [1, 3])
 def test_tokens_are_those_of_transformers(built: Built, num_beams: int) -> None:
-    """By our own loops and by transformers' on our engines, with what the checkpoint asks of answers."""
+    """By our own loops and by transformers' on our engines, with the checkpoint's constraints."""
     rules = built.open().rules
     for penalty, early in ((1.0, False), (0.6, True), (2.0, "never")) if num_beams > 1 else ((1.0, False),):
         options: dict[str, Any] = dict(num_beams=num_beams)
         if num_beams > 1:
             options |= dict(length_penalty=penalty, early_stopping=early)
         expected = texts(reference(built.model, built.ids, built.mask, **options), built.end)
-        for engine in (*ENGINES, TorchEager) if penalty == 1 else ENGINES[1:]:
+        for engine in ALL if penalty == 1 else (OrtStatic, TorchStatic):
             backend = built.open(engine)
             assert backend.rules == rules
             search = greedy if num_beams == 1 else beam_search
             given = options if num_beams > 1 else {}
             found = search(backend, built.ids, built.mask, max_new_tokens=LONGEST, **given).sequences
             assert texts(found, built.end) == expected, engine
-        served = AcceleratedT5(built.open(), built.model.config, built.model.generation_config)
-        assert texts(reference(served, built.ids, built.mask, **options), built.end) == expected
+        for engine in (OrtStatic, TorchStatic):
+            served = AcceleratedT5(built.open(engine), built.model.config, built.model.generation_config)
+            assert texts(reference(served, built.ids, built.mask, **options), built.end) == expected
         if rules.forced_eos_token_id is not None:
             assert {row[-1] for row in expected} == {built.end}
         assert not {token for row in expected for token in row} & {*rules.suppress_tokens}
 
 
-def test_what_a_checkpoint_demands_matters(built: Built) -> None:
-    """Without its rules there are other tokens: a forced end, and in Marian a pad that may not be said."""
+def test_constraints_of_a_checkpoint_matter(built: Built) -> None:
+    """Without them there are other tokens: a forced end, and in Marian a pad that is suppressed."""
     rules, family = built.open().rules, family_of(built.model.config, "")
     assert rules == TokenConstraints(
         forced_eos_token_id=built.end if family.generation else None,
@@ -284,7 +257,7 @@ def test_what_a_checkpoint_demands_matters(built: Built) -> None:
     assert [row[-1] for row in texts(obeying, built.end)] == [built.end] * 4
     likely = int(greedy(free, built.ids, built.mask, max_new_tokens=1).sequences[0, 0])
     free.rules = TokenConstraints(suppress_tokens=(likely, 7))
-    never = {**dict(suppress_tokens=[likely, 7]), "forced_eos_token_id": None, "bad_words_ids": None}
+    never = dict(suppress_tokens=[likely, 7], forced_eos_token_id=None, bad_words_ids=None)
     for num_beams in (1, 4):
         expected = texts(reference(built.model, built.ids, built.mask, num_beams=num_beams, **never), built.end)
         found = beam_search(free, built.ids, built.mask, num_beams=num_beams, max_new_tokens=LONGEST).sequences
@@ -298,16 +271,13 @@ def test_the_language_is_given_with_each_call(built: Built, num_beams: int) -> N
         options = dict(forced_bos_token_id=language, min_new_tokens=3)
         expected = texts(reference(built.model, built.ids, built.mask, num_beams=num_beams, **options), built.end)
         assert {row[0] for row in expected} == {language}
-        for engine in (*ENGINES, TorchEager):
-            found = (
-                greedy(built.open(engine), built.ids, built.mask, max_new_tokens=LONGEST, **options)
-                if num_beams == 1
-                else beam_search(built.open(engine), built.ids, built.mask, max_new_tokens=LONGEST, **options)
-            )
+        for engine in ALL:
+            search = greedy if num_beams == 1 else beam_search
+            found = search(built.open(engine), built.ids, built.mask, max_new_tokens=LONGEST, **options)
             assert texts(found.sequences, built.end) == expected, engine
     drawn = sample(built.open(), built.ids, built.mask, max_new_tokens=3, forced_bos_token_id=language)
     assert set(drawn.sequences[:, 0]) == {language}
-    with pytest.raises(InputError, match="forced_bos_token_id .* got 83"):
+    with pytest.raises(InputError, match="forced_bos_token_id"):
         greedy(built.open(), built.ids, forced_bos_token_id=VOCABULARY, max_new_tokens=3)
 
 
@@ -317,7 +287,7 @@ def test_prefixes(built: Built) -> None:
     for num_beams in (1, 3):
         options = dict(num_beams=num_beams, decoder_input_ids=prefix, forced_bos_token_id=9)  # which it then is not
         expected = texts(reference(built.model, built.ids, built.mask, **options)[:, 3:], built.end)
-        for engine in ENGINES:
+        for engine in (*ENGINES, TorchStatic):
             found = beam_search(built.open(engine), built.ids, built.mask, max_new_tokens=LONGEST, **options)
             assert texts(found.sequences[:, 3:], built.end) == expected
     served = AcceleratedT5(built.open(), built.model.config, built.model.generation_config)
@@ -327,7 +297,7 @@ def test_prefixes(built: Built) -> None:
         served(torch.as_tensor(built.ids), torch.as_tensor(built.mask), torch.as_tensor(prefix), mask)
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, TorchEager])
+@pytest.mark.parametrize("engine", ALL)
 def test_drafts_and_draws(built: Built, engine: type) -> None:
     """Rows accept different numbers of guesses, so their histories become unequal: positions come from the mask."""
     backend, shape = built.open(engine), dict(max_new_tokens=24, min_new_tokens=20)
@@ -369,14 +339,6 @@ def test_rows_that_join_and_leave(built: Built, engine: type) -> None:
         np.testing.assert_allclose(found, [expected[3, place - 3], expected[1, place]], atol=TOLERANCE)
 
 
-def test_an_encoded_text_serves_again(built: Built) -> None:
-    cached = EncoderCache(built.open())
-    for _ in range(2):
-        found = greedy(cached, built.ids[::-1], built.mask[::-1], max_new_tokens=LONGEST).sequences
-        expected = greedy(built.open(), built.ids[::-1], built.mask[::-1], max_new_tokens=LONGEST).sequences
-        np.testing.assert_array_equal(found, expected)
-
-
 def test_the_other_ways_of_running_the_portable_graph(built: Built, tmp_path: Path) -> None:
     export_model(built.model, tmp_path / "plain")
     optimize_export(tmp_path / "plain", tmp_path / "optimized")
@@ -388,7 +350,7 @@ def test_the_other_ways_of_running_the_portable_graph(built: Built, tmp_path: Pa
             np.testing.assert_array_equal(found.sequences, expected.sequences)
 
 
-# Other numbers
+# Other precisions
 
 
 @pytest.mark.parametrize("precision", ROUNDED)
@@ -414,9 +376,9 @@ def test_in_fp16(built: Built) -> None:
 
 
 def test_the_shortlist(built: Built, tmp_path: Path) -> None:
-    """With a bias of the logits and without; what may not be said is no candidate."""
+    """Suppressed tokens are no candidates."""
     if model_weights(built.model).head_bias:
-        with pytest.raises(InputError, match="A bias of 332 bytes"):  # a larger one has a test of its own
+        with pytest.raises(InputError, match="bias"):  # a larger one has a test of its own
             export_model(built.model, tmp_path / "short", shortlist=True)
         return
     export_model(built.model, tmp_path / "short", shortlist=True, step=True)
@@ -432,7 +394,7 @@ def test_the_shortlist(built: Built, tmp_path: Path) -> None:
 
 
 def test_the_shortlist_of_a_head_with_a_bias(tmp_path: Path) -> None:
-    """Marian's, with a vocabulary whose bias fills a page of the file of weights; forgotten, other tokens are said."""
+    """Marian's, with a vocabulary whose bias fills a page of the file of weights; without it there are other tokens."""
     sizes = odd_sizes("marian") | dict(vocab_size=1100, pad_token_id=1099, decoder_start_token_id=1099)
     model = random_model(BEYOND_T5["marian"], sizes, seed=3)
     ids, mask = ids_of(model)
@@ -453,7 +415,7 @@ def test_the_shortlist_of_a_head_with_a_bias(tmp_path: Path) -> None:
     steps = [greedy(engine(tmp_path / "int8", settings=ONE_THREAD), ids, mask, **shape).sequences for engine in ENGINES]
     np.testing.assert_array_equal(*steps)
     content = json.loads((tmp_path / "short/manifest.json").read_text())
-    for wrong in (None, {}, content["shortlist"]["rows"], {**content["shortlist"]["bias"], "offset": -1}):
+    for wrong in (None, {}, {**content["shortlist"]["bias"], "offset": -1}):
         content["shortlist"]["bias"] = wrong
         write_manifest(tmp_path / "short", content)
         with pytest.raises(ExportError, match="damaged"):
@@ -481,18 +443,17 @@ def test_from_a_folder_by_the_one_liner(built: Built, tmp_path: Path, monkeypatc
 
 
 def test_more_tokens_than_positions_are_refused(built: Built) -> None:
-    backend = built.open()
-    assert backend.positions == built.open(TorchEager).positions == 40
-    assert backend.source_vocab_size == built.model.config.vocab_size
-    for count in (40, 41):
-        source = np.full((1, count), 5)
-        if count > 40:
-            with pytest.raises(InputError, match="41 tokens"):
-                backend.encode(source, np.ones_like(source))
-            with pytest.raises(InputError, match="positions for 40"):
-                greedy(backend, built.ids, max_new_tokens=count)
-        else:
-            assert greedy(backend, source, max_new_tokens=count, min_new_tokens=count).sequences.shape == (1, count)
+    assert built.open(TorchEager).positions == 40
+    for engine in (OrtStatic, TorchStatic):
+        backend, source = built.open(engine), np.full((1, 41), 5)
+        assert (backend.positions, backend.source_vocab_size) == (40, built.model.config.vocab_size)
+        with pytest.raises(InputError, match="41 tokens|got 41"):
+            backend.encode(source, np.ones_like(source))
+        with pytest.raises(InputError, match="positions"):
+            greedy(backend, built.ids, max_new_tokens=41)
+        found = greedy(backend, source[:, :40], max_new_tokens=40, min_new_tokens=40).sequences
+        expected = greedy(built.open(TorchEager), source[:, :40], max_new_tokens=40, min_new_tokens=40).sequences
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -506,33 +467,33 @@ def test_published_sizes(size: str) -> None:
     assert tokenizer is None and round(model.num_parameters() / 1e6, 1) == millions[size]
 
 
-def test_what_is_no_family_is_refused_with_what_is(tmp_path: Path) -> None:
+def test_other_families_are_refused_by_a_list_of_ours(tmp_path: Path) -> None:
     whisper = transformers.WhisperConfig(
         d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=1, decoder_attention_heads=1,
         vocab_size=32, encoder_ffn_dim=8, decoder_ffn_dim=8, num_mel_bins=4, max_source_positions=8, pad_token_id=0,
     )  # fmt: skip
     for config in (whisper, transformers.GPT2Config()):
         config.save_pretrained(tmp_path / config.model_type)
-        with pytest.raises(NotT5Error, match=f"'{config.model_type}', an? .*; t5accel handles .*t5, .*bart, .*NLLB"):
+        with pytest.raises(NotT5Error, match=f"'{config.model_type}'.*t5, .*bart, .*NLLB"):
             load_model(tmp_path / config.model_type)
     with pytest.raises(NotT5Error, match="whisper"):
         export_model(transformers.WhisperForConditionalGeneration(whisper), tmp_path / "out")
     headless = lively("bart").model
-    with pytest.raises(NotT5Error, match="BartModel cannot generate text: give a BartForConditionalGeneration"):
+    with pytest.raises(NotT5Error, match="BartForConditionalGeneration"):
         export_model(headless, tmp_path / "out")
 
 
-def test_what_is_for_t5s_says_so(tmp_path: Path) -> None:
+def test_features_for_t5s_refuse_other_families(tmp_path: Path) -> None:
     for attempt in (
         lambda: shrink_decoder(lively("bart"), [0]),
         lambda: prune(lively("bart"), None, [], tmp_path, PruneConfig()),
     ):
-        with pytest.raises(NotT5Error, match="'bart'; this works on T5-shaped models only"):
+        with pytest.raises(NotT5Error, match="'bart'"):
             attempt()
 
 
 def test_marian_s_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
-    """Two files of sentencepiece, of which `TokenizerFile` knows nothing, and says so."""
+    """Two sentencepiece files, which `TokenizerFile` refuses."""
     sentencepiece = pytest.importorskip("sentencepiece")
 
     text = tmp_path / "text.txt"

@@ -16,16 +16,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from programs import logits_after_all
 from refused import refused
 from silence import quiet
 from test_export import MODELS as ALL_MODELS
 from test_export import histories, references, size_bytes
 
 from bench.baselines.optimized_export import optimize_export
+from bench.baselines.ort_iobinding import OrtBound
 from bench.precision import agreement, groups_of
 from t5accel.api import accelerate, tuned
-from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
@@ -33,15 +32,15 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, GateError, InputError, MissingPackageError, T5AccelError
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export import export_model
-from t5accel.graphs.export_cache import cached_export, list_exports
+from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
 from t5accel.graphs.rewriting import check_external_data, contrib_operators, count_nodes
 from t5accel.parity import ParityError, assert_close, token_agreement
-from t5accel.precision import integer_graphs
+from t5accel.precision import integers as module
 from t5accel.precision.calibration import CalibrationSample, collect_ranges, ranges_by_graph
-from t5accel.precision.convert import convert_export
+from t5accel.precision.convert import convert_export, quantize_export
 from t5accel.precision.fp16 import export_fp16
-from t5accel.precision.gate import quantize, quantize_export
+from t5accel.precision.gate import quantize
 from t5accel.precision.integers import QuantizedBlocks, quantize_blocks
 from t5accel.precision.recipes import RECIPES, Recipe, Scheme, recipe_from_json
 from t5accel.tokenization import TokenizerFile
@@ -135,29 +134,11 @@ def test_wrongly_packed_weights_are_noticed(exported, fp32, padded_batch, tmp_pa
         blocks = quantize_blocks(weight, bits, block_size)
         return QuantizedBlocks(np.roll(blocks.integers, 1, axis=2), blocks.scales, bits, block_size)
 
-    monkeypatch.setattr(integer_graphs, "quantize_blocks", shifted)
+    monkeypatch.setattr(module, "quantize_blocks", shifted)
     quantize_export(fp32(), tmp_path / "wrong", recipe)
     new = histories(6, 2, 9)
     error, _ = lost(forced(tmp_path / "wrong", padded_batch, new), forced(fp32(), padded_batch, new))
     assert error > 1.5 * most
-
-
-def test_eight_bits_are_nearer_than_four(quantized, fp32, padded_batch) -> None:
-    new = histories(6, 2, 9)
-    expected = forced(fp32(), padded_batch, new)
-    errors = {name: lost(forced(quantized(recipe), padded_batch, new), expected)[0]
-              for name, (recipe, _, _) in LADDER.items()}  # fmt: skip
-    assert 4 * errors["weights"] < errors["blocks-of-16"] and 3 * errors["int8"] < errors["int4"]
-
-
-@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4", "weights"])
-def test_both_ways_to_run_it_agree_to_the_last_bit(quantized, padded_batch, name: str) -> None:
-    new, folder = histories(6, 2, 9), quantized(LADDER[name][0])
-    ours = [forced(folder, padded_batch, new, [3, 4], runtime) for runtime in RUNTIMES]
-    np.testing.assert_array_equal(*ours)
-    tokens = [greedy(runtime(folder, settings=ONE_THREAD), *padded_batch, min_new_tokens=9, max_new_tokens=9).sequences
-              for runtime in RUNTIMES]  # fmt: skip
-    np.testing.assert_array_equal(*tokens)
 
 
 # What else is in the batch
@@ -182,23 +163,13 @@ def test_weights_alone_do_not_mind_what_else_is_in_the_batch(quantized, padded_b
         assert_close(forced(folder, blind, new), together, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4"])
-def test_what_is_rounded_anew_depends_on_the_batch_by_no_more_than_the_rounding(
-    quantized, fp32, padded_batch, name: str
-) -> None:
-    """One scale for all that is multiplied at once: another row may be larger."""
-    recipe, most, _ = LADDER[name]
+def test_dynamic_scales_depend_on_the_batch_by_no_more_than_the_rounding(quantized, fp32, padded_batch) -> None:
+    """One scale for all rows that are multiplied at once: another row may be larger."""
+    recipe, most, _ = LADDER["int8-dynamic"]
     folder, new = quantized(recipe), histories(6, 1, 9)
     together, one_by_one = forced(folder, padded_batch, new), alone(folder, padded_batch, new)
     assert 1e-3 < lost(together, one_by_one)[0] < min(most, 0.06)
     assert lost(one_by_one, forced(fp32(), padded_batch, new))[0] < most
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_histories_are_reordered_and_trimmed_as_in_fp32(quantized, fp32, padded_batch, runtime: Any) -> None:
-    found = [logits_after_all(runtime(folder, settings=ONE_THREAD), *padded_batch, histories(6, 2, 5))
-             for folder in (quantized(WEIGHTS_ALONE), fp32())]  # fmt: skip
-    assert lost(*found)[0] < LADDER["weights"][1]
 
 
 def test_the_bundled_model_says_the_same(exported_mini, tmp_path: Path) -> None:
@@ -236,17 +207,12 @@ def test_static_scales_from_a_probe(fp32, padded_batch, calibrated, tmp_path: Pa
     expected = forced(fp32(), padded_batch, new)
     error, other = lost(forced(tmp_path / "static", padded_batch, new), expected)
     assert 1e-3 < error < 0.06 and other < 0.1
+    together, one_by_one = forced(tmp_path / "static", padded_batch, new), alone(tmp_path / "static", padded_batch, new)
+    assert lost(together, one_by_one)[0] < 0.02, "the scales do not depend on the batch"
     narrow = {stack: {name: (low / 4, high / 4) for name, (low, high) in of_stack.items()}
               for stack, of_stack in calibrated.items()}  # fmt: skip
     quantize_export(fp32(), tmp_path / "narrow", STATIC, ranges=narrow)
     assert lost(forced(tmp_path / "narrow", padded_batch, new), expected)[0] > 4 * error, "the ranges should matter"
-
-
-def test_static_scales_do_not_depend_on_the_batch(fp32, padded_batch, calibrated, tmp_path: Path) -> None:
-    quantize_export(fp32(), tmp_path / "static", STATIC, ranges=calibrated)
-    new = histories(6, 1, 9)
-    together, one_by_one = forced(tmp_path / "static", padded_batch, new), alone(tmp_path / "static", padded_batch, new)
-    assert lost(together, one_by_one)[0] < 0.02
 
 
 @pytest.mark.parametrize("given", [None, {}, {"encoder": {}, "decoder": {}}, "the decoder's alone"], ids=str)
@@ -294,38 +260,6 @@ def test_the_graphs_keep_the_contract(quantized, fp32) -> None:
         assert declared(quantized(recipe)) == declared(fp32())
 
 
-def test_what_became_of_the_nodes(quantized, fp32) -> None:
-    """2 layers in the encoder and 3 in the decoder: 6 products each, and those of keys and values of the source."""
-    encoder, decoder = 2 * 6 + 3 * 2, 3 * 8 + 1
-    before = [count_nodes(fp32() / name)["MatMul"] for name in (ENCODER, DECODER)]
-    assert before == [encoder + 2 * 2, decoder + 3 * 4], "attention has two products of its own"
-    for name, integers in {"int8": ("MatMulInteger", "com.microsoft.MatMulNBits"),
-                           "int8-dynamic": ("MatMulInteger", "MatMulInteger"),
-                           "weights": ("com.microsoft.MatMulNBits", "com.microsoft.MatMulNBits")}.items():  # fmt: skip
-        counted = [count_nodes(quantized(LADDER[name][0]) / graph) for graph in (ENCODER, DECODER)]
-        assert [counted[0][integers[0]], counted[1][integers[1]]] == [encoder, decoder]
-        assert [nodes["MatMul"] for nodes in counted] == [2 * 2, 3 * 4]
-        assert [nodes["com.microsoft.GatherBlockQuantized"] for nodes in counted] == [1, 1]
-    shared = count_nodes(quantized(RECIPES["int8-dynamic"]) / ENCODER)["DynamicQuantizeLinear"]
-    assert shared == 2 * 4 + 1, "once for queries, keys and values, and once for all layers' cross tensors"
-
-
-def test_groups_that_are_left_in_floats(fp32, tmp_path: Path) -> None:
-    recipe = RECIPES["int8"].without(["decoder.1.wo", "encoder.0.attention", "embedding", "decoder.2.attention"])
-    quantize_export(fp32(), tmp_path / "some", recipe)
-    kept = {stack: {tensor.name for tensor in onnx.load(tmp_path / "some" / graph).graph.initializer}
-            for stack, graph in (("encoder", ENCODER), ("decoder", DECODER))}  # fmt: skip
-    attention = {f"encoder.block.0.layer.0.SelfAttention.{part}.weight.T" for part in "qkvo"}
-    attention |= {f"decoder.block.2.layer.1.EncDecAttention.{part}.weight.T" for part in "kv"}
-    own = {f"decoder.block.2.layer.0.SelfAttention.{part}.weight.T" for part in "qkvo"}
-    own |= {f"decoder.block.2.layer.1.EncDecAttention.{part}.weight.T" for part in "qo"}
-    own |= {"decoder.block.1.layer.2.DenseReluDense.wo.weight.T"}
-    assert {name for name in kept["encoder"] if name.endswith(".T")} == attention
-    assert {name for name in kept["decoder"] if name.endswith(".T")} == own
-    assert "shared.weight" in kept["encoder"] and "shared.weight" in kept["decoder"], "and the head is in integers"
-    assert any(name.startswith("shared.weight.8bits") for name in kept["decoder"])
-
-
 @pytest.mark.parametrize("name", ["int8", "int4", "int8-dynamic"])
 def test_what_both_graphs_read_is_stored_once(tiny_t5, exported, padded_batch, tmp_path: Path, name: str) -> None:
     sizes = dict(vocab_size=3000)
@@ -362,18 +296,9 @@ def test_a_shortlist_does_not_come_along(tiny_t5, padded_batch, tmp_path: Path) 
     assert backend.shortlist is None and greedy(backend, *padded_batch, max_new_tokens=3).sequences.shape == (6, 3)
 
 
-def test_a_recipe_that_is_called_fp32_and_is_not(fp32, tmp_path: Path) -> None:
-    """Its name would say that nothing was done."""
-    with pytest.raises(InputError, match="fp32"):
-        quantize_export(fp32(), tmp_path / "one", Recipe("fp32", decoder=Scheme()))
-        quantize_export(tmp_path / "one", tmp_path / "two", "int8")
-
-
-NO_INTEGERS = ["fp32", "fp16", "bf16", Recipe("kept", kept=("lm_head",)), "int3", None, 8]
-NO_INTEGERS += [Recipe("mixed", dtype=dtype, decoder=Scheme()) for dtype in ("float16", "bfloat16")]
-
-
-@pytest.mark.parametrize("recipe", NO_INTEGERS, ids=lambda recipe: str(recipe)[:60])
+@pytest.mark.parametrize(
+    "recipe", ["fp32", "fp16", "int3", Recipe("mixed", dtype="float16", decoder=Scheme())], ids=str
+)
 def test_recipes_that_are_not_of_integers(fp32, tmp_path: Path, recipe: Any) -> None:
     with pytest.raises(InputError, match="recipe|precision"):
         quantize_export(fp32(), tmp_path / "new", recipe)
@@ -382,8 +307,7 @@ def test_recipes_that_are_not_of_integers(fp32, tmp_path: Path, recipe: Any) -> 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "int4"])
+@pytest.mark.parametrize(("name", "value"), [("int8", np.nan), ("int8-dynamic", np.inf)])
 def test_weights_that_are_not_finite(tiny_t5, tmp_path: Path, name: str, value: float) -> None:
     model = copy.deepcopy(tiny_t5())
     with torch.no_grad():
@@ -399,9 +323,7 @@ def test_weights_that_are_not_finite(tiny_t5, tmp_path: Path, name: str, value: 
 
 WRITERS: dict[str, Callable[[Path, Path], Any]] = {
     "int8": lambda folder, out: convert_export(folder, out, "int8"),
-    "fp16": lambda folder, out: convert_export(folder, out, "fp16"),
     "optimized": optimize_export,
-    "optimized by the package": lambda folder, out: optimize_export(folder, out, tool="transformers"),
     "checked": lambda folder, _: check_external_data(folder / ENCODER),
 }
 written = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
@@ -432,13 +354,12 @@ def with_its_hash(folder: Path) -> None:
 
 
 @written
-@pytest.mark.parametrize("kind", ["../secret.bin", "absolute", "link.bin", "", "..", "folder/weights.data", "absent"])
+@pytest.mark.parametrize("kind", ["../secret.bin", "absolute", "link.bin", "..", "absent"])
 def test_no_file_from_elsewhere_is_copied(pointed, tmp_path: Path, write: Any, kind: str) -> None:
     secret = tmp_path / "secret.bin"
     secret.write_bytes(np.full(1 << 20, 7, np.uint8).tobytes())
     folder = pointed(str(secret) if kind == "absolute" else kind)
     (folder / "link.bin").symlink_to(secret)
-    (folder / "folder").mkdir()
     with pytest.raises(ExportError, match=rf"{ENCODER} names|link\.bin is a link out of its folder|absent is missing"):
         write(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -466,7 +387,7 @@ def test_an_export_in_the_cache_of_the_hub_is_read(exported, tmp_path: Path, wri
     write(tmp_path / "snapshot", tmp_path / "out")
 
 
-@pytest.mark.parametrize(("key", "value"), [("offset", "-4096"), ("offset", "x"), ("offset", str(10**12))])
+@pytest.mark.parametrize(("key", "value"), [("offset", "x"), ("offset", str(10**12))])
 def test_weights_that_lie_nowhere(exported, tmp_path: Path, key: str, value: str) -> None:
     folder = Path(shutil.copytree(exported(external_threshold_bytes=0), tmp_path / "fp32"))
     model = onnx.load(folder / ENCODER, load_external_data=False)
@@ -533,7 +454,7 @@ def test_what_passes_is_written(fp32, temporary: Path, tmp_path: Path) -> None:
     assert greedy(OrtNumpy(tmp_path / "int8"), [[5, 6, 1]], max_new_tokens=3).decoder_calls == 3
 
 
-@pytest.mark.parametrize("sensitive", range(8))
+@pytest.mark.parametrize("sensitive", [0, 1, 4, 7])
 def test_as_few_groups_as_pass_stay_in_floats(fp32, temporary: Path, tmp_path: Path, sensitive: int) -> None:
     order = groups_of(fp32())[:7]
     score = Sensitive(*order[:sensitive])
@@ -570,14 +491,11 @@ def test_groups_that_are_taken_out_may_take_more_bits_instead(fp32, temporary: P
 
 
 @pytest.mark.parametrize(("metric", "baseline", "warned"), [
-    ("bleu", 0.19, True), ("exact_match", 0.0, True), ("rougeL", 4.99, True),
-    ("bleu", 5.0, False), ("bleu", 43.0, False), ("closeness", -0.01, False),
+    ("rougeL", 4.99, True), ("bleu", 5.0, False), ("closeness", -0.01, False),
 ])  # fmt: skip
 def test_a_gate_on_a_model_that_knows_nothing_says_so(fp32, tmp_path, metric: str, baseline: float, warned) -> None:
     report = quantize(fp32(), tmp_path / "new", "int8", score=lambda _: {metric: baseline}, max_loss={metric: 0.5})
     assert bool(report.warning) == warned
-    if warned:
-        assert report.warning.startswith(f"The model in fp32 scores {metric} {baseline:.2f}: below 5 points")
 
 
 def test_a_limit_may_be_reached(fp32, temporary: Path, tmp_path: Path) -> None:
@@ -586,21 +504,15 @@ def test_a_limit_may_be_reached(fp32, temporary: Path, tmp_path: Path) -> None:
     assert report.chosen.recipe.name == "int8+1" and report.chosen.losses == {"bleu": 2}
 
 
-@pytest.mark.parametrize("groups", [None, [], ["decoder.0.wo"], ["decoder.0.wo", "decoder.1.wo", "decoder.2.wo"]])
+@pytest.mark.parametrize("groups", [None, ["decoder.0.wo", "decoder.1.wo"]])
 def test_what_does_not_pass_leaves_nothing(fp32, temporary: Path, tmp_path: Path, groups: Any) -> None:
     score = Sensitive("lm_head", "decoder.0.wo")
     fewer = 2 if groups else 4
-    with pytest.raises(GateError, match=rf"Recipe int8 does not pass .* lost bleu {fewer} \(allowed 0\.5\)"):
+    closest = r"int8\+1" if groups else "int8"
+    with pytest.raises(GateError, match=rf"The closest, {closest}, lost bleu {fewer} \(allowed 0\.5\)"):
         quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss={"bleu": 0.5}, groups=groups)
     assert not list(tmp_path.iterdir())
     assert len(score.asked) >= 2
-
-
-def test_the_closest_is_named(fp32, tmp_path: Path) -> None:
-    score = Sensitive("lm_head", "decoder.0.wo")
-    with pytest.raises(GateError, match=r"The closest, int8\+1, lost bleu 2 \(allowed"):
-        quantize(fp32(), tmp_path / "new", "int8", score=score, max_loss={"bleu": 0.5}, groups=["decoder.0.wo"])
-    assert issubclass(GateError, T5AccelError)
 
 
 def test_a_bad_recipe_does_not_pass_by_real_scores(fp32, examples, temporary: Path, tmp_path: Path) -> None:
@@ -630,14 +542,14 @@ def test_limits_scores_and_groups_that_are_none(fp32, temporary: Path, tmp_path:
     """Whatever is wrong, nothing is written; wrong limits and groups are noticed before anything is scored."""
     call = partial(quantize, fp32(), tmp_path / "new", "int8")
     score = Sensitive()
-    junk = (None, {}, [], 0.5, "bleu", {"bleu": None}, {"bleu": "1"}, {"bleu": float("nan")}, {"bleu": float("inf")})
+    junk = (None, {}, 0.5, {"bleu": "1"}, {"bleu": float("nan")})
     refused(partial(call, score=score), "max_loss", *junk, match="^max_loss")
     call = partial(call, max_loss={"bleu": 1})
     for groups in (["lm head"], ["lm_head", "lm head"]):
         refused(partial(call, score=score), "groups", groups, match="lm head")
     assert not score.asked
     refused(partial(call, score=Sensitive("lm_head")), "groups", ["lm head"], match="lm head")
-    scores = (None, {}, 5, "bleu", {"rougeL": 1.0}, [("bleu", 1.0)])
+    scores = (None, {"rougeL": 1.0}, [("bleu", 1.0)])
     refused(call, "score", *(lambda _, found=found: found for found in scores), match="max_loss")
     values = iter([30.0, float("nan")])
     refused(call, "score", lambda _: {"bleu": next(values)}, match="lost bleu nan", error=GateError)
@@ -649,30 +561,6 @@ def test_limits_scores_and_groups_that_are_none(fp32, temporary: Path, tmp_path:
 # In the cache, and in one line
 
 
-def test_kept_and_found_again(cache_of_its_own, tiny_t5, padded_batch) -> None:
-    model = tiny_t5(seed=21)
-    folders = {name: cached_export(model, precision=name) for name in ("fp32", "int8", "int4", "fp16")}
-    written = {name: (folder / DECODER).stat().st_mtime_ns for name, folder in folders.items()}
-    assert len(set(folders.values())) == 4 and len({folder.parent for folder in folders.values()}) == 1
-    for name, folder in folders.items():
-        assert f"-{name}-" in folder.name and recipe_from_json(read_manifest(folder).recipe) == RECIPES[name]
-        assert cached_export(copy.deepcopy(model), precision=RECIPES[name]) == folder
-        assert (folder / DECODER).stat().st_mtime_ns == written[name]
-    assert set(folders.values()) <= {entry.folder for entry in list_exports()}
-    own = Recipe("int8", decoder=Scheme(block_size=16))
-    assert cached_export(model, precision=own) not in folders.values(), "of the same name, and another recipe"
-    assert cached_export(tiny_t5(seed=22), precision="int8") != folders["int8"]
-    whole = (folders["int8"] / WEIGHTS).read_bytes()
-    (folders["int8"] / WEIGHTS).write_bytes(whole[:-1])
-    assert cached_export(model, precision="int8") == folders["int8"]
-    assert (folders["int8"] / WEIGHTS).read_bytes() == whole
-    for name in ("bf16", Recipe("nothing")):
-        with pytest.raises(InputError):
-            cached_export(model, precision=name)
-    with pytest.raises(InputError, match="precision"):
-        cached_export(model, precision="int2")
-
-
 def test_that_quality_was_not_measured_is_said_where_it_is_made(cache_of_its_own, tiny_t5, capfd) -> None:
     """A sentence for each export when it is made, then silence; no warning of Python's, which shows source lines."""
     with warnings.catch_warnings():
@@ -680,9 +568,7 @@ def test_that_quality_was_not_measured_is_said_where_it_is_made(cache_of_its_own
         for name in ("fp32", "int8", "int4", "fp16"):
             accelerate(tiny_t5(seed=29), precision=name)
             told = capfd.readouterr()
-            assert ("is exported once, and kept in" in told.err and "t5accel cache clear" in told.err) == (
-                name == "fp32"
-            )
+            assert ("is exported once, and kept in" in told.err) == (name == "fp32")
             assert (f"kept in {name}, too. Its quality was not measured" in told.err) == (name != "fp32")
             accelerate(tiny_t5(seed=29), precision=name)
             assert (told.out, *capfd.readouterr()) == ("", "", "")
@@ -691,9 +577,8 @@ def test_that_quality_was_not_measured_is_said_where_it_is_made(cache_of_its_own
 
 
 @pytest.mark.parametrize(("precision", "tuned_for", "name"), [
-    ("int8", "latency", "int8"), ("int8", "throughput", "int8-dynamic"), ("int4", "latency", "int4"),
-    ("int4", "throughput", "int4"), ("fp16", "throughput", "fp16"), ("fp32", "throughput", "fp32"),
-    (RECIPES["int8"].without(["lm_head"]), "throughput", "int8+1"),
+    ("int8", "latency", "int8"), ("int8", "throughput", "int8-dynamic"), ("int4", "throughput", "int4"),
+    ("fp16", "throughput", "fp16"), (RECIPES["int8"].without(["lm_head"]), "throughput", "int8+1"),
 ])  # fmt: skip
 def test_precision_in_one_line(
     cache_of_its_own, tiny_t5, padded_batch, precision: Any, tuned_for: str, name: str
@@ -719,14 +604,8 @@ def test_an_export_runs_in_the_precision_that_it_has(quantized, fp32, capfd) -> 
     for precision in (None, "int8", RECIPES["int8"]):
         assert accelerate(folder, precision=precision, progress=False).backend.folder == folder
     for given, precision in ((folder, "fp32"), (folder, "int4"), (folder, "fp16"), (fp32(), "int8")):
-        with pytest.raises(InputError, match=r"is an export in .*, and precision is .*give the model or its name"):
+        with pytest.raises(InputError, match="^precision must be"):
             accelerate(given, precision=precision)
-
-
-def test_wrong_precisions(tiny_t5) -> None:
-    call = partial(accelerate, tiny_t5(), progress=False)
-    refused(call, "precision", "int2", 8, "INT8", ["int8"], match="precision")
-    refused(call, "tuned_for", "speed", None, "", 1, ["latency"], match="^tuned_for")
 
 
 def test_bf16_runs_in_torch(threads_put_back, tiny_t5, padded_batch) -> None:
@@ -738,13 +617,6 @@ def test_bf16_runs_in_torch(threads_put_back, tiny_t5, padded_batch) -> None:
     new, whole = histories(6, 1, 9), TorchEager(model)
     logits, expected = (one.step(one.new_state(one.encode(*padded_batch)), new) for one in (backend, whole))
     assert 1e-4 < lost(logits, expected)[0] < 0.05
-    tokens = accelerated.generate(torch.as_tensor(padded_batch[0]), attention_mask=torch.as_tensor(padded_batch[1]),
-                                  min_new_tokens=6, max_new_tokens=6)  # fmt: skip
-    assert tokens.shape == (6, 7) and accelerated.tokenizer is None
-    named = accelerate("mini", precision="bf16", threads=1)
-    batch = named.tokenizer(["translate English to French: I am tired."], return_tensors="pt")
-    assert named.tokenizer.batch_decode(named.generate(**batch, max_new_tokens=20), skip_special_tokens=True) == [
-        "Je suis fatigué."]  # fmt: skip
 
 
 def test_what_torch_does_not_do_is_refused(threads_put_back, tiny_t5, fp32) -> None:
@@ -755,23 +627,3 @@ def test_what_torch_does_not_do_is_refused(threads_put_back, tiny_t5, fp32) -> N
     if not torch.cuda.is_available():
         with pytest.raises(MissingPackageError, match="needs a GPU"):
             accelerate(tiny_t5(), precision="bf16", device="cuda", progress=False)
-
-
-# How many bytes
-
-
-@pytest.mark.long
-def test_bytes_at_the_size_of_t5_small(tmp_path: Path) -> None:
-    """The decoder with its weights inside, as an export has it by default."""
-    before = export_model("random:t5-small", tmp_path / "fp32").files
-    assert WEIGHTS not in before and before[DECODER]["size_bytes"] > 150e6
-    for name, most in (("int8", 0.28), ("int4", 0.22)):
-        after = quantize_export(tmp_path / "fp32", tmp_path / name, name).files
-        ratio = after[DECODER]["size_bytes"] / before[DECODER]["size_bytes"]
-        bits, block = RECIPES[name].decoder.bits, RECIPES[name].decoder.block_size
-        assert (bits + 32 / block) / 32 < ratio <= most, "of integers and scales, and a little more"
-    ids, new = np.random.default_rng(0).integers(3, 32000, (2, 12)), histories(2, 1, 12)
-    batch = ids, np.ones_like(ids)
-    expected, int8, int4 = (forced(tmp_path / name, batch, new) for name in ("fp32", "int8", "int4"))
-    assert lost(int8, expected)[0] < 0.2 and lost(int8, expected)[1] < 0.3
-    assert 2 * lost(int8, expected)[0] < lost(int4, expected)[0] < 0.8

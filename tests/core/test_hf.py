@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,19 +16,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from programs import NoMask, NoReorder, broken
 from refused import refused
 from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessor, TextIteratorStreamer
-from transformers.generation import BaseStreamer
 
-from bench.tasks import rows as task_rows
-from bench.tasks import source_text
+from bench.baselines.ort_iobinding import OrtBound
+from bench.evaluation import rows as task_rows
+from bench.evaluation import source_text
 from t5accel.backends.hf_cache import DecoderCache
 from t5accel.backends.hf_generate import AcceleratedT5
-from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
@@ -38,7 +34,7 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, T5AccelError
 from t5accel.graphs.export import export_model
 from t5accel.parity import assert_close, assert_varied
-from t5accel.tokenization import text2text, tokenizer_of
+from t5accel.tokenization import tokenizer_of
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 ATOL = 1e-4
@@ -175,20 +171,13 @@ def test_each_mode(pair, batch, mode: str) -> None:
     assert torch.equal(expected, plain) == (mode in SAME_AS_GREEDY), "a mode should change something here"
 
 
-SOME = {name: MODES[name] for name in ("greedy", "four beams", "samples returned", "no cache")}
+SOME = {name: MODES[name] for name in ("four beams", "no cache")}
 
 
 @pytest.mark.parametrize("mode", SOME)
 def test_each_kind_of_model(tiny_t5, kind: str, build, batch, mode: str) -> None:
     own = tiny_t5(kind)
     check(own, behind(build(own), own), batch, **SHORT, **SOME[mode])
-
-
-def test_each_bad_word_is_avoided(pair, batch) -> None:
-    own, ours = pair
-    plain = reference(own, batch, **SHORT)
-    bad = [[int(plain[0, 1])], plain[1, 1:3].tolist()]
-    assert not torch.equal(check(own, ours, batch, bad_words_ids=bad, **SHORT), plain)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -211,8 +200,7 @@ def test_a_prefix_is_read_in_one_step(pair, batch, options: dict[str, Any]) -> N
     assert log.stepped == [(6, rows, 5)] + [(6, rows, 1)] * 9
 
 
-# ----------------------------------------------------------------------------------- what goes to the backend, and what
-#                                                                                                  one sentence is told
+# ------------------------------------------------------------------------------------------ what the backend is asked
 
 
 def test_nothing_of_a_source_is_repeated(pair, batch) -> None:
@@ -226,17 +214,9 @@ def test_nothing_of_a_source_is_repeated(pair, batch) -> None:
     assert log.started == [3] and log.stepped == [(6, 3, 1)] * 2
 
 
-def test_without_a_cache_all_tokens_are_read_again(pair, batch) -> None:
-    _, ours = pair
-    log = Log(ours.backend)
-    ours.generate(**batch, use_cache=False, num_beams=2, max_new_tokens=3)
-    assert log.stepped == [(6, 2, 1), (6, 2, 2), (6, 2, 3)] and log.started == [2] * 3 and log.counts["encode"] == 1
-
-
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_an_answer_does_not_depend_on_the_batch(tiny_t5, kind: str, build, batch, num_beams: int) -> None:
-    own = tiny_t5(kind)
-    ours = behind(build(own), own)
+def test_an_answer_does_not_depend_on_the_batch(pair, batch, num_beams: int) -> None:
+    _, ours = pair
     together = ours.generate(**batch, num_beams=num_beams, **SHORT)
     assert_varied(together)
     for row, (ids, mask) in enumerate(zip(*batch.values(), strict=True)):
@@ -282,24 +262,7 @@ def test_scores(pair, batch, options: dict[str, Any]) -> None:
     assert_close(*transitions, atol=ATOL)
 
 
-class Listed(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens.append(value.tolist())
-
-    def end(self) -> None:
-        self.tokens.append("end")
-
-
-def test_streamers(pair, batch, mini, build) -> None:
-    own, ours = pair
-    one = {name: tensor[:1] for name, tensor in batch.items()}
-    theirs, mine = Listed(), Listed()
-    reference(own, one, streamer=theirs, **SHORT)
-    ours.generate(**one, streamer=mine, **SHORT)
-    assert mine.tokens == theirs.tokens and mine.tokens[-1] == "end" and len(mine.tokens) == 12
+def test_a_streamer(mini, build) -> None:
     model, tokenizer = mini
     streamer = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
     batch = tokenizer("translate English to German: Where is the station?", return_tensors="pt")
@@ -324,13 +287,12 @@ def test_encoder_outputs_are_used_again(pair, batch) -> None:
     assert encoded.rows.tolist() == list(range(6)) and log.counts["encode"] == 1
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_rows_of_encoder_outputs_are_chosen(pair, batch, num_beams: int) -> None:
+def test_rows_of_encoder_outputs_are_chosen(pair, batch) -> None:
     own, ours = pair
     chosen = [4, 0, 3]
     encoded = replace(ours.encoder(**batch), rows=np.array(chosen))
     some = {name: tensor[chosen] for name, tensor in batch.items()}
-    options = dict(num_beams=num_beams, **SHORT)
+    options = dict(num_beams=3, **SHORT)
     expected = reference(own, some, **options)
     assert_varied(expected)
     assert torch.equal(ours.generate(encoder_outputs=encoded, **options), expected)
@@ -346,28 +308,18 @@ def test_encoder_outputs_that_are_of_no_source_or_another_mask(pair, batch) -> N
     refused(generate, "attention_mask", torch.ones_like(batch["input_ids"]))
 
 
-def test_encoder_outputs_share_nothing_with_the_caller(pair, batch) -> None:
-    own, ours = pair
-    lent = {name: tensor.clone() for name, tensor in batch.items()}
-    encoded = ours.encoder(**lent)
-    for tensor in lent.values():
-        tensor.fill_(1)
-    answer = ours.generate(encoder_outputs=encoded, attention_mask=batch["attention_mask"], **SHORT)
-    assert torch.equal(answer, reference(own, batch, **SHORT))
-
-
 def test_hidden_states_are_not_handed_out(pair, batch) -> None:
-    """Not as row numbers, which would be pooled to 0, 1, 2 … without an error."""
+    """Nor row numbers in their place, which would be pooled without an error."""
     encoded = pair[1].get_encoder()(**batch)
-    ways = dict(
-        last_hidden_state=lambda: encoded.last_hidden_state, hidden_states=lambda: encoded.hidden_states,
-        first=lambda: encoded[0], named=lambda: encoded["last_hidden_state"], to_tuple=lambda: encoded.to_tuple(),
-        iteration=lambda: [*encoded], unpacking=lambda: (lambda hidden: hidden)(*encoded),
-        get=lambda: encoded.get("last_hidden_state"), values=lambda: encoded.values(),
-    )  # fmt: skip
-    for way in ways.values():
+    for use in (
+        lambda: encoded.last_hidden_state,
+        lambda: encoded[0],
+        lambda: encoded.to_tuple(),
+        lambda: [*encoded],
+        lambda: encoded.get("last_hidden_state"),
+    ):
         with pytest.raises(InputError, match="stay in the backend"):
-            way()
+            use()
 
 
 def test_without_a_mask_as_transformers_own(pair, batch) -> None:
@@ -497,8 +449,6 @@ def test_masks_of_the_decoder_that_it_does_not_take(pair, batch) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the cache
 
-operations = st.tuples(st.sampled_from(["step", "step", "crop", "reorder", "select"]), st.integers(0, 2**16))
-
 
 def check_program(own: Any, ours: Any, batch: dict[str, torch.Tensor], program: list[tuple[str, int]]) -> None:
     """Operations on a cache and on whole sequences, for generate() has both; the logits must be the sequences' own."""
@@ -533,17 +483,6 @@ def check_program(own: Any, ours: Any, batch: dict[str, torch.Tensor], program: 
         assert cache.get_seq_length() == tokens.shape[1]
 
 
-@torch.no_grad()
-@settings(deadline=None, max_examples=25)
-@given(program=st.lists(operations, max_size=8))
-def test_any_program_of_operations(tiny_t5, program: list[tuple[str, int]]) -> None:
-    own, some = (
-        tiny_t5(),
-        {"input_ids": decoder_ids(3, 4), "attention_mask": torch.tensor([[1] * 4, [1, 1, 0, 0], [1] * 4])},
-    )
-    check_program(own, behind(TorchEager(own), own), some, [*program, ("step", 1)])
-
-
 # "step" n reads 1 + n % 3 tokens. Back by less than the last step, and by more; each followed by everything else.
 PROGRAM = [("step", 2), ("crop", 1), ("step", 3), ("step", 1), ("crop", 3), ("step", 4), ("crop", 1), ("step", 0),
            ("reorder", 1), ("step", 2), ("step", 6), ("crop", 2), ("reorder", 2), ("step", 1), ("step", 7), ("crop", 3),
@@ -573,7 +512,7 @@ def test_a_crop_beyond_what_is_known(pair, batch) -> None:
     _, ours = pair
     cache = ours(**batch, decoder_input_ids=decoder_ids(6, 3)).past_key_values
     ours(decoder_input_ids=decoder_ids(6, 2), past_key_values=cache)
-    with pytest.raises(InputError, match="by 3 positions"):
+    with pytest.raises(InputError, match="crop"):
         cache.crop(-3)
     cache.crop(-5)
     assert cache.get_seq_length() == 0
@@ -581,7 +520,7 @@ def test_a_crop_beyond_what_is_known(pair, batch) -> None:
         tokens = decoder_ids(6, length)
         ours(**ours.prepare_inputs_for_generation(tokens, past_key_values=cache))
     cache.reorder_cache(torch.arange(6))
-    with pytest.raises(InputError, match="by 2 positions"):
+    with pytest.raises(InputError, match="crop"):
         cache.crop(-2)  # the rows of the tokens that were seen may be others now
 
 
@@ -592,12 +531,12 @@ def test_a_crop_after_padding(pair, batch) -> None:
     mask[2, :2] = 0
     given = dict(past_key_values=cache, decoder_attention_mask=mask)
     ours(**ours.prepare_inputs_for_generation(tokens, **given))
-    with pytest.raises(InputError, match="without padding"):
+    with pytest.raises(InputError, match="crop"):
         cache.crop(-1)
     logits = ours(past_key_values=cache, decoder_input_ids=tokens[:, :1]).logits
     cache.crop(-1)
     assert torch.allclose(ours(past_key_values=cache, decoder_input_ids=tokens[:, :1]).logits, logits, atol=ATOL)
-    with pytest.raises(InputError, match="without padding"):
+    with pytest.raises(InputError, match="crop"):
         cache.crop(-2)
 
 
@@ -644,7 +583,7 @@ def test_plain_greedy_search_is_our_own_loop(pair, batch, monkeypatch, options: 
 )  # fmt: skip
 def test_whatever_else_is_asked_runs_in_transformers_loop(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
     _, ours = pair
-    monkeypatch.setattr("t5accel.backends.hf_generate.greedy_steps", None)
+    monkeypatch.setattr("t5accel.backends.hf_loops.greedy_steps", None)
     ours.generate(**batch, max_new_tokens=3, **options)
 
 
@@ -681,19 +620,13 @@ def test_what_is_asked_of_a_model(pair, batch) -> None:
     for same in (ours.to("cpu"), ours.to(torch.float32), ours.float(), ours.eval(), ours.cpu()):
         assert same is ours
     for move in (ours.half, ours.bfloat16, lambda: ours.to(torch.float16), lambda: ours.to("meta")):
-        with pytest.raises(InputError, match="holds no weights to move"):
+        with pytest.raises(InputError, match="no weights to move"):
             move()
+    with pytest.raises(InputError, match="save_pretrained"):
+        ours.state_dict()
     before = own.config.to_dict()
     ours.config.vocab_size = 7
     assert own.config.to_dict() == before and own.config is not ours.config
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
-def test_a_configuration_that_names_an_attention(tiny_t5, implementation: str) -> None:
-    config = copy.deepcopy(tiny_t5().config)
-    config._attn_implementation = implementation
-    AcceleratedT5(TorchEager(tiny_t5()), config)
-    assert config._attn_implementation == implementation
 
 
 def test_defaults_of_generation(tiny_t5, build, batch) -> None:
@@ -715,10 +648,11 @@ def test_pipelines(mini, build) -> None:
     ours = behind(build(own), own)
     texts = [source_text(name, row) for name in ("translation", "questions") for row in task_rows(name, limit=1)]
     options = dict(max_new_tokens=12, num_beams=2)
-    expected = text2text(own, tokenizer, texts, **options)
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    expected = tokenizer.batch_decode(own.generate(**batch, **options), skip_special_tokens=True)
     assert len(set(expected)) > 3
     with quiet():
-        assert text2text(ours, tokenizer, texts, batch_size=4, **options) == expected
+        assert tokenizer.batch_decode(ours.generate(**batch, **options), skip_special_tokens=True) == expected
     if V5:
         return  # it dropped this pipeline
     with quiet("Device set to use cpu"):
@@ -727,24 +661,14 @@ def test_pipelines(mini, build) -> None:
     assert answers == expected
 
 
-@pytest.mark.gpu
-def test_a_backend_on_the_gpu(tiny_t5, batch) -> None:
-    own = tiny_t5()
-    ours = behind(TorchEager(copy.deepcopy(own).to("cuda")), own)
-    check(own, ours, batch, num_beams=3, **SHORT)
-    assert ours.cuda() is ours
-    with pytest.raises(InputError, match="holds no weights to move"):
-        ours.cpu()
-
-
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
 def test_no_backend_and_configurations_of_other_models(tiny_t5) -> None:
     config = tiny_t5().config
     things = (None, "mini", torch.nn.Linear(1, 1))
-    refused(partial(AcceleratedT5, config=config), "backend", *things, match="is no backend, it lacks")
-    refused(partial(AcceleratedT5, TorchEager(tiny_t5())), "config", None, match="config.vocab_size is None")
+    refused(partial(AcceleratedT5, config=config), "backend", *things, match="backend")
+    refused(partial(AcceleratedT5, TorchEager(tiny_t5())), "config", None, match="config.vocab_size")
     for name, value in (("vocab_size", 301), ("eos_token_id", 2), ("pad_token_id", None)):
         other = copy.deepcopy(config)
         setattr(other, name, value)
@@ -770,17 +694,6 @@ def test_what_generate_cannot_be_asked(pair, batch) -> None:
     refused(pair[1].generate_batch, "inputs", batch["input_ids"].tolist(), match="Continuous batching")
 
 
-def test_what_transformers_itself_refuses(pair, batch) -> None:
-    """On both lines: typing errors, and the modes that moved out of the library."""
-    _, ours = pair
-    with pytest.raises(ValueError, match="num_beems"):
-        ours.generate(**batch, num_beems=3)
-    with pytest.raises(ValueError, match="trust_remote_code"):  # diverse beams
-        ours.generate(**batch, num_beams=4, num_beam_groups=2, diversity_penalty=0.5, **SHORT)
-    with pytest.raises(ValueError, match="batch_size = 1"):
-        ours.generate(**batch, **LOOKUP)
-
-
 def test_what_forward_cannot_be_given(pair) -> None:
     ids, model = decoder_ids(2, 3), pair[1]
     call, hidden = partial(model, input_ids=ids, decoder_input_ids=ids), torch.zeros(2, 3, 32)
@@ -791,9 +704,9 @@ def test_what_forward_cannot_be_given(pair) -> None:
     refused(call, "use_cash", True)
     refused(partial(call, input_ids=None), "inputs_embeds", hidden)
     refused(call, "decoder_input_ids", torch.zeros(2, 3), match="decoder_input_ids must be integers")
-    refused(call, "decoder_input_ids", ids[:, :0], match="at least one new")
+    refused(call, "decoder_input_ids", ids[:, :0], match="decoder_input_ids")
     refused(call, "decoder_input_ids", ids[0], match="2 dimensions")
-    refused(call, "decoder_input_ids", ids[:1], match="has 1 rows")
+    refused(call, "decoder_input_ids", ids[:1], match="decoder_input_ids")
     refused(call, "decoder_input_ids", ids + 300, match="0 … 299")
     refused(call, "attention_mask", torch.tensor([[1, 1, 1], [1, 2, 0]]), match="attention_mask")
     refused(partial(call, input_ids=None), "encoder_outputs", (hidden,), match="encoder_outputs .*tuple")
@@ -804,10 +717,10 @@ def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> Non
     _, ours = pair
     model = tiny_t5(seed=4)
     other = behind(TorchEager(model), model)
-    with pytest.raises(InputError, match="encode with get_encoder"):
+    with pytest.raises(InputError, match="encoder_outputs"):
         ours.generate(encoder_outputs=other.encoder(**batch), **SHORT)
     cache = other(**batch, decoder_input_ids=decoder_ids(6, 1)).past_key_values
-    with pytest.raises(InputError, match="of another model"):
+    with pytest.raises(InputError, match="past_key_values"):
         ours(past_key_values=cache, decoder_input_ids=decoder_ids(6, 1))
     if not V5:  # 5.x encodes then; 4.57 does where the argument is absent
         with pytest.raises(InputError, match="encoder_outputs .*NoneType"):
@@ -876,22 +789,13 @@ def test_save_pretrained_leaves_nothing_half_written(exported, tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["export"]
 
 
-def test_save_pretrained_keeps_what_came_meanwhile(exported, tmp_path: Path, monkeypatch) -> None:
+def test_save_pretrained_keeps_a_file_that_came_meanwhile(exported, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(exported.generation_config, "save_pretrained", lambda _: (tmp_path / "empty" / "x").touch())
     with pytest.raises(OSError, match="could not be written"):
         exported.save_pretrained(tmp_path / "empty")
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["x"]
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"export", "empty"}
-
-
-def test_a_copy_answers_alike_and_there_are_no_weights_to_save(exported, batch) -> None:
-    """As DataLoader by spawn, datasets.map and torch.save need it."""
-    for found in (copy.deepcopy(exported), pickle.loads(pickle.dumps(exported))):
-        assert found.backend is found.encoder.backend is not exported.backend
-        assert torch.equal(found.generate(**batch, **SHORT), exported.generate(**batch, **SHORT))
-    with pytest.raises(InputError, match="use save_pretrained"):
-        exported.state_dict()
 
 
 def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
@@ -937,17 +841,16 @@ def test_a_damaged_export_is_not_saved_with_hashes_of_the_damage(tiny_t5, tmp_pa
     assert not (tmp_path / "new").exists()
 
 
-def test_the_tokenizer_comes_with_the_folder_whatever_its_files_are(tiny_t5, mini, tmp_path: Path) -> None:
+def test_the_tokenizer_comes_with_the_folder(tiny_t5, mini, tmp_path: Path) -> None:
     own = transformers.ByT5Tokenizer()
     for tokenizer in (mini[1], own, None):
         folder = tmp_path / type(tokenizer).__name__
         export_model(tiny_t5(), folder, tokenizer=tokenizer)
-        model = AcceleratedT5.from_pretrained(folder)
+        found = AcceleratedT5.from_pretrained(folder).tokenizer
+        assert AcceleratedT5.from_pretrained(folder, tokenizer=own).tokenizer is own, "the argument comes first"
         if tokenizer is None:
-            assert model.tokenizer is None and AcceleratedT5.from_pretrained(folder, tokenizer=own).tokenizer is own
+            assert found is None
         else:
-            assert model.tokenizer("Où est-il ?").input_ids == tokenizer("Où est-il ?").input_ids
-            assert AcceleratedT5.from_pretrained(folder, tokenizer=own).tokenizer is own, "what is given comes first"
-            assert tokenizer_of(folder)(["Où ?"], return_tensors="np", padding=True)["input_ids"].tolist() == [
-                tokenizer("Où ?").input_ids
-            ]
+            expected = tokenizer("Où est-il ?").input_ids
+            assert found("Où est-il ?").input_ids == expected
+            assert tokenizer_of(folder)(["Où est-il ?"], return_tensors="np")["input_ids"].tolist() == [expected]

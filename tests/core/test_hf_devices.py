@@ -5,22 +5,16 @@ Without a GPU, tensors only say that they are on one (`pretend_cuda`): what touc
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from pretend_cuda import CUDA, PretendCuda
 from silence import quiet
 from test_hf import LOOKUP, MODES, SHORT, decoder_ids, reference
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from bench.tasks import rows as task_rows
-from bench.tasks import source_text
 from t5accel.api import accelerate
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.torch_eager import TorchEager
@@ -119,19 +113,6 @@ def test_prefixes_processors_and_what_was_encoded(tiny_t5, batch, device: Any) -
         assert torch.equal(found.cpu(), outside(reference, own, batch, **prefix, num_beams=3, **SHORT))
 
 
-@pytest.mark.parametrize("device", PLACES, ids=str)
-def test_what_is_given_may_lie_in_two_places(tiny_t5, batch, device: Any) -> None:
-    own, prefix = tiny_t5(), torch.cat([torch.zeros(6, 1).long(), decoder_ids(6, 2)], 1)
-    expected = outside(reference, own, batch, decoder_input_ids=prefix, num_beams=2, **SHORT)
-    ours, other = far_away(own), CUDA if device == "cpu" else "cpu"
-    with PretendCuda(), quiet():
-        found = ours.generate(
-            batch["input_ids"].to(device), attention_mask=batch["attention_mask"].to(other),
-            decoder_input_ids=prefix.to(other), num_beams=2, **SHORT,
-        )  # fmt: skip
-        assert found.device == torch.device(device) and torch.equal(found.cpu(), expected)
-
-
 def test_logits_and_loss_come_out_where_decoder_ids_lie(tiny_t5, batch) -> None:
     own, tokens, labels = tiny_t5(), decoder_ids(6, 4), decoder_ids(6, 4, seed=2)
     expected = own(**batch, decoder_input_ids=tokens, labels=labels)
@@ -159,25 +140,6 @@ def test_a_model_stays_where_it_was_made(tiny_t5, batch) -> None:
         assert ours.device == CUDA, "which it said of another only to transformers' loop"
 
 
-@contextmanager
-def allocating_anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patch, PretendCuda():
-        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        yield
-
-
-@pytest.mark.skipif(transformers.__version__ >= "5", reason="5.x dropped this pipeline")
-def test_a_pipeline_on_the_device(mini, monkeypatch) -> None:
-    own, tokenizer = mini
-    texts = [source_text(name, row) for name in ("translation", "questions") for row in task_rows(name, limit=1)]
-    pipes = [transformers.pipeline("text2text-generation", model=own, tokenizer=tokenizer, device="cpu")]
-    ours = far_away(own)
-    with allocating_anywhere(monkeypatch):
-        pipes.append(transformers.pipeline("text2text-generation", model=ours, tokenizer=tokenizer, device="cuda:0"))
-        answers = [pipe(list(texts), batch_size=4, max_new_tokens=12, num_beams=2) for pipe in pipes]
-    assert answers[0] == answers[1]
-
-
 def test_a_model_that_is_prepared(tiny_t5, batch) -> None:
     huggingface = pytest.importorskip("accelerate")
     own = tiny_t5()
@@ -187,25 +149,3 @@ def test_a_model_that_is_prepared(tiny_t5, batch) -> None:
 
 
 # On a GPU
-
-
-@pytest.mark.gpu
-def test_a_batch_of_the_gpu(tiny_t5, batch) -> None:
-    own = tiny_t5()
-    ours = accelerate(copy.deepcopy(own), device="cuda")
-    assert (ours.device, ours.dtype) == (CUDA, torch.float32)
-    prefix, near = torch.cat([torch.zeros(6, 1).long(), decoder_ids(6, 3)], 1), LogitsProcessorList([Bias("cpu")])
-    biased, plain = (reference(own, batch, **more, **SHORT) for more in (dict(logits_processor=near), {}))
-    for device in PLACES:
-        for options in ({}, dict(num_beams=3), dict(repetition_penalty=1.7), dict(decoder_input_ids=prefix)):
-            check_where(own, ours, batch, device, **options, **SHORT)
-        there = moved(batch, device)
-        for found, expected in (
-            (ours.generate(encoder_outputs=ours.encoder(**there), **SHORT), plain),
-            (ours.generate(**there, logits_processor=LogitsProcessorList([Bias(device)]), **SHORT), biased),
-        ):
-            assert found.device == torch.device(device) and torch.equal(found.cpu(), expected)
-    assert ours.to(ours.device) is ours and ours.cuda() is ours
-    with pytest.raises(InputError, match="holds no weights to move"):
-        ours.cpu()
-    assert pytest.importorskip("accelerate").Accelerator().prepare(ours) is ours

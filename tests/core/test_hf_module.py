@@ -21,13 +21,12 @@ from t5accel.api import accelerate
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
+from t5accel.models.families import BEYOND_T5
 from t5accel.models.random_init import random_model
-from t5accel.models.registry import BEYOND_T5
-from t5accel.parity import assert_close, assert_varied
+from t5accel.parity import assert_close
 
 SIZES = dict(
     d_model=32, vocab_size=300, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -71,18 +70,6 @@ def test_outputs_that_only_a_stored_setting_asks_for(tiny_t5, batch, stored: lis
     assert all(getattr(own.generation_config, name) for name in stored), "the configuration given stays as it is"
 
 
-@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_outputs_that_config_json_asks_for(tiny_t5, batch, name: str) -> None:
-    own = tiny_t5()
-    config = copy.deepcopy(own.config)
-    config._attn_implementation = "eager"
-    setattr(config, name, True)
-    ours = AcceleratedT5(TorchEager(own), config, own.generation_config)
-    assert torch.equal(ours.generate(**batch, **SHORT), reference(own, batch, **SHORT))
-    ids = decoder_ids(6, 3)
-    assert ours(**batch, decoder_input_ids=ids).logits.shape == (6, 3, 300)
-
-
 @pytest.mark.parametrize("runtime", ["onnx", "torch"])
 def test_a_model_whose_config_asks_for_tuples_is_checked_and_answers(tiny_t5, batch, runtime: str) -> None:
     own = copy.deepcopy(tiny_t5())
@@ -115,41 +102,6 @@ def labelled(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**batch, "labels": labels}
 
 
-class Unset(SimpleNamespace):
-    """Arguments of which all others are left out."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-@pytest.mark.parametrize("generates", [True, False])
-def test_a_prediction_step_of_trainer(tiny_t5, batch, generates: bool) -> None:
-    """transformers' own step, on a Trainer that needs no package of accelerate."""
-    own = tiny_t5("shallower-decoder")
-    found = []
-    for model in (own, behind(on_onnx(own), own)):
-        trainer = object.__new__(Seq2SeqTrainer)
-        trainer.__dict__ |= dict(
-            model=model, label_smoother=None, label_names=["labels"], processing_class=None, can_return_loss=False,
-            _prepare_inputs=lambda inputs: inputs, compute_loss_func=None, model_accepts_loss_kwargs=False,
-            compute_loss_context_manager=torch.no_grad, _get_num_items_in_batch=lambda *_: None,
-            _gen_kwargs={"max_length": 9}, accelerator=SimpleNamespace(unwrap_model=lambda model: model),
-            args=Unset(predict_with_generate=generates, device="cpu", past_index=-1, n_gpu=0),
-        )  # fmt: skip
-        given = labelled(batch)
-        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=given["labels"])
-        given["decoder_attention_mask"] = torch.ones_like(given["labels"])
-        found.append(trainer.prediction_step(model, given, prediction_loss_only=False))
-    (loss, predicted, labels), (our_loss, ours, our_labels) = found
-    assert_close(our_loss, loss, atol=1e-5)
-    assert torch.equal(our_labels, labels)
-    if generates:
-        assert_varied(predicted)
-        assert torch.equal(ours, predicted)
-    else:
-        assert_close(ours, predicted[0], atol=1e-4)
-
-
 @pytest.mark.parametrize("generates", [True, False])
 def test_trainer_predicts_and_does_not_train(tiny_t5, mini, batch, tmp_path: Path, generates: bool) -> None:
     pytest.importorskip("accelerate")
@@ -170,13 +122,6 @@ def test_trainer_predicts_and_does_not_train(tiny_t5, mini, batch, tmp_path: Pat
     assert_close(torch.tensor(ours.predictions), torch.tensor(theirs), atol=1e-4)
     with pytest.raises(InputError, match="inference only"):
         trainer.train()
-
-
-def test_what_would_train_nothing(static) -> None:
-    with pytest.raises(InputError, match="inference only"):
-        static.train()
-    assert static.eval() is static and not static.training
-    assert not any(parameter.requires_grad or parameter.numel() for parameter in static.parameters())
 
 
 # ---------------------------------------------------------------------------------------------------------------- masks
@@ -240,16 +185,14 @@ def test_forward_without_decoder_ids(batch, name: str) -> None:
 @pytest.mark.parametrize("text", ["text", ["a", "b"], ("a",)])
 def test_text_in_place_of_token_ids(static, text: Any) -> None:
     for call in (static, static.generate, static.encoder):
-        refused(
-            call, "input_ids", text, match=r"got text[^\n]*\n.*model\.tokenizer\(.*\n.*model\.generate\(\*\*batch\)"
-        )
+        refused(call, "input_ids", text, match="got text")
     refused(static.generate, "inputs", text, match="got text")
 
 
 def test_other_things_in_place_of_token_ids(static, batch) -> None:
     whole = transformers.BatchEncoding(batch)
     for call in (static, static.generate):
-        refused(call, "input_ids", whole, match=r"unpack it, as in \(\*\*batch\)")
+        refused(call, "input_ids", whole, match="input_ids")
     refused(
         static.generate, "inputs", batch["input_ids"].tolist(), batch["input_ids"].numpy(), match="must be a tensor"
     )
@@ -266,12 +209,6 @@ def test_the_count_of_parameters(tiny_t5, exported, kind: str) -> None:
             assert ours.num_parameters(**options) == own.num_parameters(**options) > 0
         assert ours.num_parameters(only_trainable=True) == 0
     assert behind(TorchEager(own), own).get_memory_footprint() == own.get_memory_footprint()
-
-
-@pytest.mark.parametrize("name", BEYOND_T5)
-def test_the_count_of_parameters_in_other_families(name: str) -> None:
-    own = random_model(BEYOND_T5[name], SIZES, seed=3)
-    assert behind(on_onnx(own), own).num_parameters() == own.num_parameters()
 
 
 def test_the_count_of_parameters_of_a_pruned_model() -> None:
@@ -393,16 +330,6 @@ def test_a_copy_keeps_what_was_changed(static, batch) -> None:
         assert (found.config.note, found.tokenizer) == ("mine", {"any": 1})
         answer = found.generate(**batch)
         assert answer.shape[1] == 7 and torch.equal(answer, static.generate(**batch))
-
-
-def test_copies_on_static_memory_of_torch(tiny_t5, batch) -> None:
-    own = tiny_t5()
-    ours = behind(TorchStatic(own), own)
-    expected = ours.generate(**batch, **SHORT)
-    for found in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
-        assert torch.equal(found.generate(**batch, **SHORT), expected)
-    compiled = pickle.loads(pickle.dumps(TorchStatic(own, buckets=(16, 32), compile=True)))
-    assert compiled.buckets == (16, 32) and compiled._compile
 
 
 class Answering(torch.utils.data.Dataset):

@@ -1,4 +1,4 @@
-"""How much heads and neurons matter: by hand, against leaving them out, against what training does; and the choice."""
+"""Gates and importance scores: by hand, against removal, against training; and which heads and neurons stay."""
 
 from __future__ import annotations
 
@@ -12,14 +12,126 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
-from test_gates import hooks
-from test_pruned_models import SIZES, narrowed
+from test_export import histories, same_logits, teacher_forced
+from test_pruned_models import narrowed
 
-from t5accel.distillation.gates import Gates, gated
-from t5accel.distillation.importance import keep_all, magnitude, movement, normalize_scores, select_kept, taylor
+from t5accel.distillation.importance import (
+    Gates,
+    gated,
+    keep_all,
+    magnitude,
+    movement,
+    normalize_scores,
+    select_kept,
+    taylor,
+)
 from t5accel.distillation.optimizer import model_inputs
-from t5accel.errors import InputError
 from t5accel.models.pruned import prunable_modules
+from t5accel.parity import ParityError
+
+ATTENTION = "decoder.block.2.layer.1.EncDecAttention"
+NEW = histories(6, 2, 7)
+
+
+def some_kept(gates: Gates, seed: int = 0, at_least: int = 0) -> dict[str, tuple[int, ...]]:
+    """Any heads and neurons of every module."""
+    rng = np.random.default_rng(seed)
+    chosen = {}
+    for name, factor in zip(gates.names, gates.factors, strict=True):
+        count = rng.integers(at_least, len(factor) + 1)
+        chosen[name] = tuple(sorted(rng.choice(len(factor), count, replace=False).tolist()))
+    return chosen
+
+
+def hooks(model: Any) -> list[int]:
+    return [len(module._forward_pre_hooks) for module in model.modules()]
+
+
+def test_every_head_and_neuron_has_a_factor_that_changes_nothing_at_first(tiny_t5, padded_batch, kind: str) -> None:
+    model = tiny_t5(kind)
+    gates = Gates(model)
+    heads = [4 if name.endswith("Attention") else 64 for name in gates.names]
+    assert [len(factor) for factor in gates.factors] == [len(m) for m in gates.movement] == heads
+    assert gates.names == [name for _, _, name, _ in prunable_modules(model)]
+    before = teacher_forced(model, *padded_batch, NEW)
+    with gated(model, gates):
+        np.testing.assert_array_equal(teacher_forced(model, *padded_batch, NEW), before)
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
+def test_a_closed_gate_is_a_result_that_nobody_reads(tiny_t5, padded_batch, kind: str) -> None:
+    model = tiny_t5(kind)
+    gates, unread = Gates(model), copy.deepcopy(model)
+    kept = some_kept(gates)
+    gates.close(kept)
+    with torch.no_grad():
+        for name, indices in kept.items():
+            module = unread.get_submodule(name)
+            last, width = (module.o, 12) if name.endswith("Attention") else (module.wo, 1)
+            factor = torch.zeros(last.in_features // width)
+            factor[list(indices)] = 1.0
+            last.weight.mul_(factor.repeat_interleave(width))
+    expected = teacher_forced(unread, *padded_batch, NEW)
+    with pytest.raises(ParityError):
+        same_logits(teacher_forced(model, *padded_batch, NEW), expected)
+    with gated(model, gates):
+        same_logits(teacher_forced(model, *padded_batch, NEW), expected)
+
+
+def test_gates_work_in_16_bits(tiny_t5, padded_batch) -> None:
+    model = tiny_t5()
+    gates = Gates(model)
+    with gated(model, gates), torch.autocast("cpu", torch.bfloat16):
+        ids, mask = map(torch.as_tensor, padded_batch)
+        loss = model(input_ids=ids, attention_mask=mask, labels=torch.as_tensor(NEW[:, 0].copy())).loss
+        gradients = torch.autograd.grad(loss, list(gates.factors))
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    assert all(torch.isfinite(gradient).all() and gradient.any() for gradient in gradients)
+
+
+def model_logits(model: Any, batch: Any) -> np.ndarray:
+    ids, mask = map(torch.as_tensor, batch)
+    with torch.inference_mode():
+        return model(input_ids=ids, attention_mask=mask, decoder_input_ids=torch.as_tensor(NEW[:, 0])).logits.numpy()
+
+
+def test_hooks_are_gone_afterwards_also_after_an_error(tiny_t5, padded_batch) -> None:
+    model = narrowed(tiny_t5())  # which has hooks of its own
+    gates, before = Gates(model), hooks(model)
+    gates.close({name: () for name in gates.names})
+    logits = model_logits(model, padded_batch)
+    with gated(model, gates):
+        assert sum(hooks(model)) == sum(before) + len(gates.names)
+    assert hooks(model) == before
+    with pytest.raises(RuntimeError, match="stop"), gated(model, gates):
+        raise RuntimeError("stop")
+    assert hooks(model) == before
+    np.testing.assert_array_equal(model_logits(model, padded_batch), logits)
+
+
+def test_what_is_closed_is_what_is_not_kept(tiny_t5) -> None:
+    gates = Gates(tiny_t5())
+    everything = gates.kept()
+    assert everything[ATTENTION] == (0, 1, 2, 3) and len(everything["encoder.block.0.layer.1.DenseReluDense"]) == 64
+    for seed in range(3):
+        kept = some_kept(gates, seed)
+        gates.close(kept)
+        assert gates.kept() == kept != everything
+    gates.close(everything)
+    assert gates.kept() == everything and all((factor == 1).all() for factor in gates.factors)
+
+
+def test_wrong_choices_are_refused_and_change_nothing(tiny_t5) -> None:
+    gates = Gates(tiny_t5())
+    before, other = some_kept(gates), some_kept(gates, seed=1)
+    gates.close(before)
+    missing = {name: indices for name, indices in other.items() if name != ATTENTION}
+    indices = [{**other, ATTENTION: (0, index)} for index in (4, -1, 100)]
+    refused(gates.close, "kept", {}, missing, {**other, "lm_head": (0,)}, *indices)
+    assert gates.kept() == before
+
+
+# --- scores ---------------------------------------------------------------------------------------------------
 
 BATCH = ([[5, 6, 7, 8, 1], [9, 10, 1], [40, 41, 42, 1]], [[20, 21, 1], [22, 23, 24, 25, 1], [30, 31, 1]])
 OTHER = ([[50, 51, 52, 1], [60, 61, 62, 63, 1]], [[70, 71, 72, 1], [80, 81, 1]])
@@ -51,12 +163,6 @@ def test_magnitude_is_the_norm_of_what_would_be_removed(tiny_t5, kind: str) -> N
                 assert len(gone) == (3 if kind != "deeper-decoder" else 2)
             assert value == pytest.approx(np.sqrt(sum((part**2).sum() for part in gone)), rel=1e-5)
         assert len(set(values.tolist())) == len(values)
-
-
-def test_magnitude_of_a_narrow_model_has_as_many_numbers_as_heads_and_neurons(tiny_t5) -> None:
-    scores = magnitude(narrowed(tiny_t5()))
-    heads = [len(values) for name, values in scores.items() if name.startswith("decoder") and "EncDec" in name]
-    assert heads == SIZES["cross_heads"] and all((values > 0).all() for values in scores.values())
 
 
 def test_taylor_foretells_what_leaving_out_does(tiny_t5) -> None:
@@ -100,19 +206,6 @@ def test_taylor_is_the_mean_over_batches_without_their_signs(tiny_t5) -> None:
         torch.testing.assert_close(cancelled[name], one[name])
         assert (one[name] >= 0).all() and not torch.allclose(one[name], other[name])
     assert not any(hooks(model)) and all(weight.grad is None for weight in model.parameters())
-
-
-def test_taylor_needs_something_to_look_at_and_leaves_no_hooks_where_it_fails(tiny_t5) -> None:
-    model = tiny_t5()
-    with pytest.raises(InputError, match="no batches"):
-        taylor(model, [], lambda batch: exact_loss(model, batch))
-
-    def failing(_: Any) -> Any:
-        raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        taylor(model, [BATCH], failing)
-    assert not any(hooks(model))
 
 
 def test_movement_is_high_where_training_makes_weights_grow(tiny_t5) -> None:
@@ -181,23 +274,6 @@ def test_neurons_stay_in_multiples() -> None:
     assert found(0.75, 4) == ((4, 5, 6, 7), (0, 1, 2, 3))
     assert found(0.75, 32) == found(0.0, 32) == (tuple(range(8)), tuple(range(8)))
     assert select_kept(NEURONS, heads=0.9) == keep_all(NEURONS)
-
-
-def test_each_kind_is_ranked_for_itself_and_the_order_of_the_modules_stays() -> None:
-    scores = {"0.DenseReluDense": 1e-3 * torch.arange(8.0), **HEADS, "1.DenseReluDense": NEURONS["1.DenseReluDense"]}
-    kept = select_kept(scores, heads=0.5, neurons=0.25, multiple_of=4)
-    assert list(kept) == list(scores)
-    assert {name: kept[name] for name in HEADS} == select_kept(HEADS, heads=0.5)
-    assert kept["0.DenseReluDense"] == (4, 5, 6, 7) and len(kept["1.DenseReluDense"]) == 8
-    assert select_kept({}) == {}
-
-
-def test_ties_are_broken_alike_each_time() -> None:
-    scores = {name: torch.ones(4) for name in HEADS} | {"0.DenseReluDense": torch.zeros(8)}
-    expected = {"0.SelfAttention": (0,), "1.SelfAttention": (0, 1), "1.EncDecAttention": (0, 1, 2, 3),
-                "0.DenseReluDense": (0, 1, 2, 3)}  # fmt: skip
-    for _ in range(3):
-        assert select_kept(scores, heads=0.5, neurons=0.5, multiple_of=4) == expected
 
 
 values = st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=12)

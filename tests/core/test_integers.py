@@ -12,9 +12,8 @@ from test_rewriting import operators, run
 
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.precision import integer_graphs, integers
-from t5accel.precision.integer_graphs import IntegerRewriter
-from t5accel.precision.integers import SHRUNK, QuantizedBlocks, quantize_blocks, quantize_channels
+from t5accel.precision import integers
+from t5accel.precision.integers import SHRUNK, IntegerRewriter, QuantizedBlocks, quantize_blocks, quantize_channels
 from t5accel.precision.recipes import Recipe, Scheme
 
 BITS, SIZES = [4, 8], [16, 32, 64]
@@ -123,40 +122,6 @@ def test_of_all_scales_that_which_loses_least(weight: np.ndarray, size: int) -> 
     assert (lost <= np.min(tried, axis=0) * 1.001 + 1e-12 * np.square(given_).sum(axis=2)).all()
 
 
-def test_smaller_scales_pay_in_four_bits(monkeypatch) -> None:
-    weight = gaussian(np.random.default_rng(0), 64, 256)
-
-    def lost(bits: int) -> float:
-        return float(np.square(quantize_blocks(weight, bits, 32).floats() - weight).mean())
-
-    best = {bits: lost(bits) for bits in BITS}
-    monkeypatch.setattr(integers, "SHRUNK", SHRUNK[:1])
-    assert lost(4) > 1.05 * best[4] and lost(8) == best[8]
-    assert 0.0005 < best[4] < 0.02 and 1e-6 < best[8] < 1e-4, "of a variance of 1"
-
-
-def test_a_smaller_block_loses_less() -> None:
-    weight = one_outlier(np.random.default_rng(0), 8, 256)
-    for bits in BITS:
-        lost = [
-            np.square(quantize_blocks(weight, bits, size).floats() - weight).mean() for size in (16, 32, 64, 128, 256)
-        ]
-        assert lost == sorted(lost) and lost[-1] > 2 * lost[0]
-
-
-def test_numbers_at_the_end_of_32_bits() -> None:
-    largest = np.finfo(np.float32).max
-    weight = np.array([[largest, -largest, largest / 2, 0], [1e-45, -1e-45, 0, 0]], dtype=np.float32)
-    for bits in BITS:
-        near = quantize_blocks(weight, bits, 16).floats()[:, :4]
-        assert near[0, 0] == largest and near[0, 3] == 0 and np.isfinite(near).all()
-        assert abs(near[0, 1] / largest + 1) <= 2 ** (1 - bits) and abs(near[0, 2] / largest - 0.5) < 2**-bits
-        assert np.abs(near[1]).max() <= 1e-44
-    channels = quantize_channels(weight.T)
-    assert channels.integers[:2, 0].tolist() == [127, -127] and channels.integers[2, 0] in (63, 64)
-    assert np.isfinite(channels.scales).all()
-
-
 # How they are packed
 
 
@@ -169,33 +134,6 @@ def test_the_first_of_two_lies_low() -> None:
     row[0, :4] = -128, 127, 3, -1
     blocks = quantize_blocks(row, 8, 16)
     assert blocks.scales.tolist() == [[1.0]] and blocks.integers.tolist() == [[[0, 255, 131, 127, *[128] * 12]]]
-
-
-def test_the_largest_weight_is_reached_whatever_its_sign() -> None:
-    for sign in (1, -1):
-        blocks = quantize_blocks(np.float32(sign) * np.array([[4.0, -1.0, 0.5, *[0.0] * 13]], np.float32), 8, 16)
-        assert blocks.scales.tolist() == [[-sign * 4 / 128]], "a negative scale for a positive weight"
-        assert blocks.floats()[0, :3].tolist() == [sign * 4, -sign, sign * 0.5]
-
-
-def test_its_opposite_is_clipped_and_does_not_come_round() -> None:
-    """Level half of it would be the next byte."""
-    row = np.tile(np.array([[1.0, -1.0]], dtype=np.float32), 8)
-    for bits in BITS:
-        near = quantize_blocks(row, bits, 16).floats()
-        assert (np.sign(near) == np.sign(row)).all() and np.abs(near - row).max() <= 2 ** (1 - bits)
-        assert np.abs(near - row).max() > 0, "all levels are taken"
-
-
-def test_blocks_begin_anew_in_every_row() -> None:
-    weight = gaussian(np.random.default_rng(3), 3, 40)
-    for bits in BITS:
-        whole = quantize_blocks(weight, bits, 32)
-        for row in range(3):
-            alone = quantize_blocks(weight[row : row + 1], bits, 32)
-            np.testing.assert_array_equal(whole.integers[row], alone.integers[0])
-        first = quantize_blocks(weight[:, :32], bits, 32)
-        np.testing.assert_array_equal(whole.scales[:, :1], first.scales)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -231,35 +169,17 @@ def test_no_weight_is_further_off_than_half_a_level(weight: np.ndarray, per_chan
     assert (near[weight == 0] == 0).all()
 
 
-def test_an_outlier_spoils_its_own_channel_alone() -> None:
-    weight = gaussian(np.random.default_rng(0), 32, 16)
-    weight[5, 3] = 1000
-
-    def lost(**options: bool) -> np.ndarray:
-        channels = quantize_channels(weight, **options)
-        return np.abs(channels.integers * channels.scales - weight)[:, [0, 1, 2, *range(4, 16)]].mean()
-
-    assert lost(per_channel=True) < 0.01 and lost(per_channel=False) > 0.3
-    assert 1.5 < lost(reduce_range=True) / lost() < 2.5, "a bit less"
-
-
 # What cannot be rounded
 
-JUNK: list[tuple[str, np.ndarray]] = [
-    ("a vector", np.ones(4)), ("three axes", np.ones((2, 2, 2))), ("a number", np.array(1.0)),
-    ("no rows", np.ones((0, 4))), ("no columns", np.ones((4, 0))),
-    *((str(value), np.array([[1.0, value], [0, 0]])) for value in (np.nan, np.inf, -np.inf)),
-]  # fmt: skip
 
-
-@pytest.mark.parametrize(("what", "junk"), JUNK, ids=[name for name, _ in JUNK])
-def test_what_cannot_be_rounded(what: str, junk: np.ndarray) -> None:
-    for call in (
-        lambda: quantize_blocks(junk.astype(np.float32), 8, 16),
-        lambda: quantize_channels(junk.astype(np.float32)),
-    ):
-        with pytest.raises(InputError, match="finite numbers"):
-            call()
+@pytest.mark.parametrize(
+    "junk", [np.ones(4), np.ones((0, 4)), np.array([[1.0, np.nan]]), np.array([[np.inf]])], ids=str
+)
+def test_what_cannot_be_rounded(junk: np.ndarray) -> None:
+    with pytest.raises(InputError, match="finite numbers"):
+        quantize_blocks(junk.astype(np.float32), 8, 16)
+    with pytest.raises(InputError, match="finite numbers"):
+        quantize_channels(junk.astype(np.float32))
 
 
 # As ONNX Runtime reads them
@@ -275,8 +195,8 @@ def product(rows: np.ndarray, scheme: Scheme) -> GraphBuilder:
     return graph
 
 
-@pytest.mark.parametrize("maker", MAKERS[:3] + MAKERS[5:], ids=lambda maker: maker.__name__)
-@pytest.mark.parametrize("width", [32, 40, 72, 100])
+@pytest.mark.parametrize("maker", [some_zero, any_scale], ids=lambda maker: maker.__name__)
+@pytest.mark.parametrize("width", [40, 64])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bits", BITS)
 def test_onnxruntime_reads_the_blocks_as_we_do(maker: Any, width: int, size: int, bits: int) -> None:
@@ -329,8 +249,7 @@ def test_a_weight_of_two_graphs_by_two_schemes() -> None:
     """One set of arrays for an export, in which a name means one."""
     name, x = "decoder.block.0.layer.1.EncDecAttention.k.weight", np.eye(32, dtype=np.float32)
     weight = gaussian(np.random.default_rng(9), 32, 8)
-    both = [Scheme("dynamic", reduce_range=True), Scheme("dynamic")]
-    both += [Scheme("dynamic", per_channel=False), Scheme(bits=4, block_size=16), Scheme(), Scheme(block_size=16)]
+    both = [Scheme("dynamic", reduce_range=True), Scheme("dynamic"), Scheme(bits=4, block_size=16), Scheme()]
     for encoder in both:
         for decoder in both:
             rewriting, found = IntegerRewriter(Recipe("two", encoder=encoder, decoder=decoder)), []
@@ -342,22 +261,6 @@ def test_a_weight_of_two_graphs_by_two_schemes() -> None:
                 found.append((set(graph.weights), run(graph, x=x)[0]))
             shared = {weight for weight in found[0][0] & found[1][0] if weight.startswith(name)}
             assert bool(shared) == (encoder == decoder) == np.array_equal(found[0][1], found[1][1])
-
-
-def test_what_both_graphs_read_is_rounded_once(monkeypatch) -> None:
-    rounded: list[Any] = []
-    monkeypatch.setattr(
-        integer_graphs, "quantize_blocks", lambda *args: (rounded.append(args), quantize_blocks(*args))[1]
-    )
-    rewriting = IntegerRewriter(Recipe("one", embedding=Scheme(), head=Scheme()))
-    for stack in ("encoder", "decoder"):
-        graph = GraphBuilder(stack)
-        table = graph.weight("shared.weight", np.eye(64, dtype=np.float32))
-        hidden = graph.op("Gather", table, graph.input("ids", "int64", ["B"]))
-        logits = graph.op("MatMul", hidden, graph.op("Transpose", table, perm=[1, 0]))
-        graph.output(logits, "float32", ["B", 64])
-        rewriting.rewrite(graph, stack)
-    assert len(rounded) == 1
 
 
 # Rows that are looked up
@@ -377,7 +280,7 @@ def look_up(table: np.ndarray, scheme: Scheme, tied: bool = False) -> GraphBuild
     return graph
 
 
-@pytest.mark.parametrize("width", [32, 40, 64, 100])
+@pytest.mark.parametrize("width", [40, 64])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bits", BITS)
 def test_rows_are_looked_up_as_they_are_stored(width: int, size: int, bits: int) -> None:

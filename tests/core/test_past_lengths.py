@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -79,12 +77,6 @@ def test_a_trim_leaves_no_position_that_is_nobodys() -> None:
 def test_after_a_trim_there_is_no_last_step() -> None:
     rows, _ = PastLengths.empty(1, 1).appended(3).trimmed(np.array([[2]]))
     assert rows.last == 0 and rows.trimmed(np.array([[0]]))[1] is None
-
-
-def test_nothing_of_it_can_be_assigned() -> None:
-    rows = PastLengths.empty(1, 1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rows.width = 3
 
 
 @pytest.mark.parametrize("ids", [[-1], [300], [0, 300], [299, -1], [2**62], [-(2**63)], [2**63 - 1]])

@@ -1,8 +1,7 @@
-"""The distribution that tokens are drawn from: transformers' own numbers in its own order, and draws that follow it."""
+"""The sampling distribution equals transformers'; draws follow it."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 from refused import refused
 
 from t5accel.decoding import sampling as distribution
-from t5accel.decoding.sampling import SamplingParams, as_sampling, draw, probabilities
-from t5accel.errors import InputError
+from t5accel.decoding.sampling import SamplingParams, draw, probabilities
 from t5accel.parity import ParityError, assert_close
 
 ALL = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.4)
@@ -92,21 +90,13 @@ def edges(logits: np.ndarray, history: np.ndarray, sampling: SamplingParams) -> 
         min_p=st.floats(0, 0.9), repetition_penalty=st.floats(0.5, 3),
     ),
 )  # fmt: skip
-def test_equals_transformers_whatever_is_asked(
-    seed: int, vocab_size: int, spread: float, sampling: SamplingParams
-) -> None:
+def test_random_params_equal_transformers(seed: int, vocab_size: int, spread: float, sampling: SamplingParams) -> None:
     logits, history = example(seed, vocab_size=vocab_size, spread=spread)
     assume(not edges(logits, history, sampling))
     check(logits, history, sampling)
 
 
-def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
-    logits = np.array([[3.0, 2.0, 2.0, 2.0, 1.0]], dtype=np.float32)
-    check(logits, np.array([[0]]), SamplingParams(top_k=2))
-    assert (probabilities(logits, None, SamplingParams(top_k=2)) > 0).tolist() == [[True, True, True, True, False]]
-
-
-def test_what_is_forbidden_stays_forbidden() -> None:
+def test_suppressed_tokens_stay_suppressed() -> None:
     logits, history = example(5)
     logits[:, 7] = -np.inf
     history[:, 0] = 7
@@ -114,14 +104,6 @@ def test_what_is_forbidden_stays_forbidden() -> None:
         odds = probabilities(logits, history, sampling)
         assert (odds[:, 7] == 0).all() and np.isfinite(odds).all()
         check(logits, history, sampling)
-
-
-def test_extreme_temperatures() -> None:
-    logits, _ = example(1)
-    cold = probabilities(logits, None, SamplingParams(temperature=1e-300))
-    assert (cold.argmax(axis=1) == logits.argmax(axis=1)).all() and (cold.max(axis=1) == 1).all()
-    hot = probabilities(logits, None, SamplingParams(temperature=1e300))
-    np.testing.assert_allclose(hot, 1 / 300)
 
 
 def test_padding_of_the_history_does_not_count() -> None:
@@ -133,17 +115,6 @@ def test_padding_of_the_history_does_not_count() -> None:
         np.testing.assert_array_equal(padded[row : row + 1], alone)
     assert np.abs(padded - probabilities(logits, history, ALL)).max() > 1e-3, "the mask should matter"
     np.testing.assert_array_equal(probabilities(logits, history * mask + 900 * ~mask, ALL, history_mask=mask), padded)
-
-
-def test_any_axes_in_front_and_nothing_is_written_to() -> None:
-    logits, history = example(3)
-    before = logits.copy(), history.copy()
-    flat = probabilities(logits, history, ALL)
-    deep = probabilities(logits.reshape(2, 3, -1), history.reshape(2, 3, -1), ALL)
-    np.testing.assert_array_equal(deep.reshape(flat.shape), flat)
-    np.testing.assert_array_equal(probabilities(logits[0], history[0], ALL), flat[0])
-    np.testing.assert_array_equal(logits, before[0])
-    np.testing.assert_array_equal(history, before[1])
 
 
 # Broken ones fail the same check
@@ -165,17 +136,6 @@ def test_a_broken_distribution_is_caught(monkeypatch, broken: str) -> None:
         check(*example(0), ALL)
 
 
-def test_the_order_matters() -> None:
-    logits, history = example(0)
-    cooled = probabilities(logits / 0.7, history, SamplingParams(1.0, ALL.top_k, ALL.top_p, ALL.min_p, 1.4))
-    with pytest.raises(ParityError, match="not close"):
-        assert_close(np.roll(cooled, 1, axis=1), reference(logits, history, ALL), atol=2e-6)
-    late = probabilities(np.log(probabilities(logits, history, SamplingParams(0.7, 20, 0.9, 0.05)) + 1e-300), history,
-                         SamplingParams(repetition_penalty=1.4))  # fmt: skip
-    with pytest.raises(ParityError, match="not close"):
-        assert_close(late, reference(logits, history, ALL), atol=2e-6)
-
-
 # Draws
 
 
@@ -190,39 +150,19 @@ def test_draws_follow_the_odds() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from([0.0, 0.0, 1e-300, 1e-17, 0.3, 1.0, 5.0]), min_size=1, max_size=6), st.floats(0, 1))
-def test_a_token_without_odds_is_never_drawn(odds: list[float], uniform: float) -> None:
+def test_impossible_tokens_are_never_drawn(odds: list[float], uniform: float) -> None:
     assume(sum(odds) > 0)
     for number in (uniform, 0.0, np.nextafter(1.0, 0), 1.0):
         assert odds[int(draw(np.array(odds), number))] > 0
 
 
-# Bad input
+# Invalid input
 
 
-def test_no_sampling() -> None:
-    refused(SamplingParams, "temperature", 0, match="temperature is 0; .*greedy")
+def test_invalid_params() -> None:
+    refused(SamplingParams, "temperature", 0)
     refused(SamplingParams, "temperature", -1.0, float("inf"), float("nan"), "1", True)
     refused(SamplingParams, "repetition_penalty", 0.0, None)
     refused(SamplingParams, "top_k", -1, 2.0)
     refused(SamplingParams, "top_p", 0.0, 1.01, [0.5])
     refused(SamplingParams, "min_p", -0.1, 1.5, 1j)
-
-
-def test_a_sampling_or_its_options() -> None:
-    assert as_sampling(None, {}) == SamplingParams() and as_sampling(ALL, {}) is ALL
-    assert as_sampling(None, {"top_p": np.float32(0.5), "top_k": np.int64(3)}).top_k == 3
-    for given_sampling, options, match in (
-        (None, {"topk": 3}, "no option topk; .*top_k"), (ALL, {"top_k": 3}, "top_k given beside"),
-        (0.7, {}, "sampling is 0.7"), ({"top_k": 3}, {}, "sampling is {"),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=match):
-            as_sampling(given_sampling, options)
-
-
-def test_no_history() -> None:
-    call = partial(probabilities, example(0)[0], sampling=ALL)
-    two = np.zeros((6, 2), dtype=int)
-    refused(
-        call, "history", None, np.zeros((5, 2), dtype=int), np.zeros((6, 2)), two + 300, two - 1, match="history|ids"
-    )
-    refused(partial(call, history=two), "history_mask", np.ones((6, 3)), match="shapes")

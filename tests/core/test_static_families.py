@@ -1,32 +1,30 @@
-"""BART and its relatives on memory of fixed size: transformers' logits and tokens; and a T5's step asks for no more."""
+"""BART and its relatives on static buffers, by replays and in fewer bits; and T5's step has no more operators.
+
+`test_families` compares their logits and tokens with transformers'.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_families import KINDS, LONGEST, TWO, VOCABULARY, ids_of, lively, reference, texts
-from test_torch_static import SMALL, with_graphs  # noqa: F401
+from test_families import KINDS, LONGEST, VOCABULARY, ids_of, lively, reference, texts
+from test_torch_static import SMALL, with_graphs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from t5accel import api
-from t5accel.backends import torch_static
-from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.token_constraints import special_tokens
-from t5accel.errors import InputError
+from t5accel.models.families import BEYOND_T5, family_of_model
 from t5accel.models.random_init import random_model, random_t5
-from t5accel.models.registry import BEYOND_T5, family_of_model
 
+__all__ = ["with_graphs"]  # a fixture
 TOLERANCE = 2e-5
 
 
@@ -46,45 +44,8 @@ def logits(model: Any, ids: np.ndarray, mask: np.ndarray, tokens: np.ndarray) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_transformers(kind: str) -> None:
-    """At once and token by token, over the border of a bucket; padding behind the sources, and in front of one."""
-    model = lively(kind)
-    (ids, mask), pad = ids_of(model), model.config.pad_token_id
-    rolled, tokens = np.roll(mask, 2, axis=1), prefixes(model, 11)
-    backend = TorchStatic(model, buckets=SMALL)
-    for source, kept in ((ids, mask), (np.where(rolled, np.roll(ids, 2, axis=1), pad), rolled)):
-        expected = logits(model, source, kept, tokens)
-        state, other = (backend.new_state(backend.encode(source, kept)) for _ in range(2))
-        singly = [backend.step(other, tokens[:, None, i : i + 1]) for i in range(11)]
-        for found in (backend.step(state, tokens[:, None]), np.concatenate(singly, axis=2)):
-            np.testing.assert_allclose(found[:, 0], expected, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_transformers(kind: str) -> None:
-    """Greedy and beams, with what a checkpoint asks of answers; a language first; prefixes; by `generate`."""
-    model = lively(kind)
-    (ids, mask), end = ids_of(model), model.config.eos_token_id
-    backend, same = TorchStatic(model, buckets=SMALL), dict(max_new_tokens=LONGEST)
-    served = AcceleratedT5(TorchStatic(model), model.config, model.generation_config)
-    languages = [dict(forced_bos_token_id=language) for language in {11, 23} - {end}]
-    started = dict(decoder_input_ids=prefixes(model, 4))
-    for beams, asked in ((1, ({}, *languages, started)), (3, (languages[0], started))):
-        search = greedy if beams == 1 else partial(beam_search, num_beams=beams)
-        for options in asked:
-            expected = texts(reference(model, ids, mask, num_beams=beams, **options), end)
-            assert texts(search(backend, ids, mask, **options, **same).sequences, end) == expected
-            if options is languages[0]:
-                assert texts(reference(served, ids, mask, num_beams=beams, **options), end) == expected
-    expected = texts(reference(model, ids, mask), end)
-    assert (
-        len(set(map(len, expected))) > 1 and texts(prompt_lookup(backend, ids, mask, **same).sequences, end) == expected
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_replayed_step_and_encoder_give_transformers_tokens(kind: str, with_graphs) -> None:  # noqa: F811
-    """In padded buckets that held longer texts before: what is left there has no place and no weight."""
+def test_a_replayed_step_and_encoder_give_transformers_tokens(kind: str, with_graphs) -> None:
+    """In padded buckets that held longer texts before."""
     model = lively(kind)
     (ids, mask), end = ids_of(model), model.config.eos_token_id
     backend, rng = with_graphs(model, buckets=(16, 32)), np.random.default_rng(3)
@@ -109,20 +70,11 @@ def test_fewer_bits_stay_near(kind: str, dtype: torch.dtype) -> None:
     assert 0 < error < 1.5 * theirs + 0.01
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_step_is_one_graph_to_the_compiler(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(torch_static.COMPILE, "backend", "eager")
-    monkeypatch.delitem(torch_static.COMPILE, "options")
-    torch._dynamo.reset()
-    model = lively(kind)
-    batch, end = ids_of(model), model.config.eos_token_id
-    found = greedy(TorchStatic(model, buckets=SMALL, compile=True), *batch, max_new_tokens=LONGEST).sequences
-    assert texts(found, end) == texts(reference(model, *batch), end)
-
-
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "swish", "gelu_fast"])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_what_configurations_choose(activation: str, scaled: bool) -> None:
+@pytest.mark.parametrize(
+    ("activation", "scaled"),
+    [("gelu", True), ("gelu_new", False), ("relu", True), ("swish", False), ("gelu_fast", True)],
+)
+def test_options_of_configurations(activation: str, scaled: bool) -> None:
     sizes = dict(
         vocab_size=VOCABULARY, d_model=24, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
         decoder_attention_heads=3, encoder_ffn_dim=20, decoder_ffn_dim=30, max_position_embeddings=40,
@@ -144,34 +96,11 @@ def test_padding_in_what_the_decoder_reads() -> None:
     np.testing.assert_allclose(*(np.concatenate(steps, axis=2) for steps in singly), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_positions_end_where_the_table_does(kind: str) -> None:
-    model = lively(kind)
-    backend, eager = TorchStatic(model), TorchEager(model)
-    assert (backend.positions, backend.source_vocab_size) == (eager.positions, eager.source_vocab_size)
-    longest = backend.positions
-    assert backend.encode(*np.full((2, 1, longest), 1) * [[[7]], [[1]]]).mask.shape == (1, longest)
-    with pytest.raises(InputError, match=f"at most {longest} tokens, got {longest + 1}"):
-        backend.encode(*np.full((2, 1, longest + 1), 1) * [[[7]], [[1]]])
-    ids, mask = ids_of(model)
-    found = greedy(backend, ids, mask, min_new_tokens=longest, max_new_tokens=longest).sequences
-    np.testing.assert_array_equal(
-        found, greedy(eager, ids, mask, min_new_tokens=longest, max_new_tokens=longest).sequences
-    )
-
-
-def test_two_vocabularies() -> None:
-    model = lively(TWO)
-    backend = TorchStatic(model)
-    assert backend.vocab_size == VOCABULARY == model.lm_head.out_features
-    assert backend.source_vocab_size == model.model.encoder.embed_tokens.num_embeddings
-
-
-# What T5 pays for it: nothing
+# What T5 pays for the other families: nothing
 
 
 class Operators(TorchDispatchMode):
-    """Counts what PyTorch is asked for."""
+    """Counts PyTorch's operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,9 +119,9 @@ STEP = {"t5": 109, "umt5": 115, "mt5": 113}  # as many as before the step knew o
 def test_a_step_of_t5_asks_for_no_more_operators(kind: str, dtype: torch.dtype) -> None:
     sizes = dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300)
     backend = TorchStatic(random_t5(sizes, kind=kind).to(dtype))
-    slot = backend.new_state(backend.encode(np.full((2, 5), 7), np.ones((2, 5), dtype=int))).slot
+    buffers = backend.new_state(backend.encode(np.full((2, 5), 7), np.ones((2, 5), dtype=int))).buffers
     with torch.inference_mode(), Operators() as operators:
-        backend.decoder.advance(slot)
+        backend.decoder.advance(buffers)
     assert sum(operators.asked.values()) == STEP[kind], operators.asked
     products = 6 if dtype == torch.float32 else operators.asked["addmm_"]
     assert operators.asked["addmm_"] == products and not operators.asked["layer_norm"]

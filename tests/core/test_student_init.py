@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refused import refused
 from test_export import histories, same_logits, teacher_forced
-from test_pruned_models import SIZES, generated, narrowed
+from test_pruned_models import generated
 
 from t5accel.distillation.student import layer_map, shrink_decoder
 from t5accel.errors import InputError, NotT5Error
 from t5accel.models.load import load_model
-from t5accel.models.pruned import layer_widths
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_varied
 
@@ -41,17 +40,6 @@ def skipping(teacher: Any, kept: Sequence[int]) -> Any:
 
 def state(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("teacher", "student", "expected"),
-    [
-        (4, 4, (0, 1, 2, 3)), (4, 3, (0, 1, 3)), (4, 2, (0, 3)), (4, 1, (3,)), (6, 4, (0, 1, 3, 5)),
-        (12, 3, (0, 5, 11)), (1, 1, (0,)),
-    ],
-)  # fmt: skip
-def test_layers_are_spread_evenly(teacher: int, student: int, expected: tuple[int, ...]) -> None:
-    assert layer_map(teacher, student) == expected
 
 
 @given(st.integers(2, 40), st.data())
@@ -117,24 +105,6 @@ def test_a_student_is_an_ordinary_checkpoint(tiny_t5, padded_batch, tmp_path: Pa
         found = generated(loaded, *padded_batch, num_beams=beams, past_key_values=None)
         assert_varied(found)
         np.testing.assert_array_equal(found, generated(loaded, *padded_batch, num_beams=beams, use_cache=False))
-
-
-@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
-def test_narrow_models_are_shrunk_too(tiny_t5, padded_batch, tmp_path: Path, kind: str) -> None:
-    made = narrowed(tiny_t5(kind))
-    made.save_pretrained(tmp_path / "whole")
-    for at, teacher in enumerate((made, load_model(tmp_path / "whole")[0])):
-        student = shrink_decoder(teacher, [1, 2])
-        expected = teacher_forced(skipping(teacher, [1, 2]), *padded_batch, NEW)
-        same_logits(teacher_forced(student, *padded_batch, NEW), expected)
-        sizes = SIZES | dict(decoder_heads=[4, 2], cross_heads=[1, 3], decoder_ff=[64, 5])
-        assert layer_widths(student) == sizes == student.config.layer_widths
-        assert layer_widths(teacher) == SIZES == teacher.config.layer_widths
-        student.save_pretrained(tmp_path / str(at))
-        again, _ = load_model(tmp_path / str(at))
-        same_logits(teacher_forced(again, *padded_batch, NEW), expected)
-        third = shrink_decoder(again, [0])
-        assert layer_widths(third)["decoder_ff"] == third.config.layer_widths["decoder_ff"] == [64]
 
 
 def test_layers_that_there_are_not_are_refused(tiny_t5) -> None:

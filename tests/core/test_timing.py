@@ -1,11 +1,10 @@
 """Timing is tested with fake runs and a fake clock: no test here depends on how fast anything is."""
 
 import gc
-import json
 import math
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -53,14 +52,9 @@ def clock(monkeypatch) -> Clock:
 
 
 @given(st.lists(seconds, min_size=1, max_size=9))
-def test_latency_orders_its_statistics_and_survives_json(samples):
+def test_latency_orders_its_statistics(samples):
     latency = Latency(samples)
     assert latency.min_s <= latency.median_s <= latency.max_s
-    assert latency.spread >= 0 and (latency.spread == 0) == (len(set(samples)) == 1)
-    assert latency.unit == "s"
-    row = json.loads(json.dumps(latency.to_json()))
-    assert Latency(tuple(row["samples_s"])) == latency
-    assert row["median_s"] == latency.median_s and row["unit"] == "s"
     assert f"n={len(samples)}" in str(latency)
 
 
@@ -102,11 +96,6 @@ def test_latency_per_token_divides_every_sample_and_refuses_zero():
 # --- measure ----------------------------------------------------------------------------------------------------------
 
 
-def test_measure_drops_the_warm_up_and_keeps_every_sample(clock):
-    latency = measure(clock.run(50.0, 50.0, 1.0, 3.0, 2.0), warmup=2, repeats=3)
-    assert latency.samples_s == (1.0, 3.0, 2.0)
-
-
 def test_measure_synchronizes_before_the_clock_starts_and_before_it_stops(clock):
     queued = [9.0]  # work that an earlier caller left on the device
 
@@ -139,22 +128,6 @@ def test_the_collector_is_paused_and_put_back_even_when_a_run_fails(was_enabled)
         (gc.enable if before else gc.disable)()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"repeats": 0}, "repeats"),
-        ({"repeats": 2.0}, "repeats"),
-        ({"warmup": -1}, "warmup"),
-        ({"synchronize": 3}, "synchronize"),
-    ],
-)
-def test_measure_refuses_before_it_runs(options, message):
-    calls = []
-    with pytest.raises(InputError, match=message):
-        measure(lambda: calls.append(1), **options)
-    assert not calls
-
-
 # --- compare ----------------------------------------------------------------------------------------------------------
 
 
@@ -180,25 +153,12 @@ def test_ratios_are_taken_within_each_round(pairs):
     assert set(found.latencies) == {"base", "ours"} and set(found.ratios) == {"ours"}
 
 
-def test_a_drifting_machine_leaves_the_ratio_alone(clock):
-    # Everything slows down fourfold half-way; the medians of each would still divide to 2, but so does every round.
-    base = Candidate("base", clock.run(2.0, 2.0, 8.0, 8.0), WORK)
-    fast = Candidate("fast", clock.run(1.0, 1.0, 4.0, 4.0), WORK)
-    found = compare(base, fast, warmup=0, rounds=4)
-    assert found.ratios["fast"].samples == (2.0, 2.0, 2.0, 2.0)
-    assert found.latencies["base"].spread > 1
-
-
-def test_a_comparison_prints_a_table_and_survives_json(clock):
+def test_a_comparison_prints_a_table(clock):
     found = compare(Candidate("torch", clock.run(0.5), WORK), Candidate("ort", clock.run(0.25), WORK), rounds=2)
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines] == ["torch", "ort"]
     assert lines[0].endswith("1.00x") and "2.00x (2.00–2.00, n=2)" in lines[1]
     assert len({line.index("x") for line in lines if "x" in line}) == 1  # the columns stand under each other
-    row = json.loads(json.dumps(found.to_json()))
-    assert row["reference"] == "torch" and row["work"] == asdict(WORK)
-    assert row["ratios"]["ort"] == {"samples": [2.0, 2.0], "median": 2.0, "min": 2.0, "max": 2.0}
-    assert list(row["latencies"]) == ["torch", "ort"]
     assert found.ratio("torch") == 1.0
     with pytest.raises(InputError, match="'tensorrt'"):
         found.ratio("tensorrt")
@@ -232,14 +192,9 @@ def test_work_really_done_is_checked_at_every_call(early):
     assert len(calls) == early + 1
 
 
-def test_the_reference_is_checked_like_the_others():
-    with pytest.raises(UnequalWorkError, match="'a' did other work"):
-        compare(Candidate("a", lambda: replace(WORK, beams=2), WORK), Candidate("b", lambda: None, WORK))
-
-
 def test_neither_module_needs_a_heavy_library():
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'psutil', 'onnxruntime']))\n"
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'onnxruntime']))\n"
         "from t5accel import machine, timing\n"
         "assert machine.facts()['gpu'] is None and machine.gemm_flops_per_s(16) > 0\n"
         "try: machine.gemm_flops_per_s(16, 'bfloat16')\n"

@@ -1,7 +1,8 @@
-"""From texts to texts: the bundled model answers in French, and what is no list of texts is refused."""
+"""From texts to texts: the bundled model's outputs, in the caller's order, whatever the batches are."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,53 +10,78 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
 
+from bench.evaluation import rows, source_text
+from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
-from t5accel.tokenization import text_to_text
+from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
+from t5accel.tokenization import generate_texts, text_to_text
+
+NEWS = ["The library opens on Monday. It has new books. All people may come.", "Tom sold his old car in May."]
 
 
 @pytest.fixture(scope="module")
-def answer(mini) -> Callable[[Any], list[str]]:
+def backend(mini) -> TorchEager:
+    return TorchEager(mini[0])
+
+
+@pytest.fixture(scope="module")
+def answer(mini, backend) -> Callable[[Any], list[str]]:
+    return text_to_text(mini[1], lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=24).sequences)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_outputs_are_those_of_transformers_in_any_batches(mini, backend, beams: int) -> None:
     model, tokenizer = mini
-    backend = TorchEager(model)
-    return text_to_text(tokenizer, lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=24).sequences)
+    sources = [source_text(name, row) for name in ("summaries", "translation") for row in rows(name, limit=2)]
+    batch = tokenizer(sources, return_tensors="pt", padding=True)
+    expected = model.generate(**batch, max_new_tokens=12, num_beams=beams)
+    texts = tokenizer.batch_decode(expected, skip_special_tokens=True)
+    assert len(set(texts)) > len(texts) // 2 and all(texts)
+    call = partial(generate_texts, backend, tokenizer, max_new_tokens=12, num_beams=beams)
+    assert call(sources) == texts and call(sources[::-1], batch_size=3) == texts[::-1]
 
 
-def test_the_bundled_model_answers_in_other_words(answer) -> None:
-    source = "translate English to French: I am tired."
-    (french,) = answer([source])
-    assert french.strip() and french not in (source, "I am tired.")
-    assert "<pad>" not in french and "</s>" not in french
+def test_similar_lengths_share_a_batch_and_the_order_is_the_callers(mini, backend, monkeypatch) -> None:
+    """Long and short texts in turn: sorted, they need much less padding than in the order that they came in."""
+    masks, sizes = [], []
+
+    def echo(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        masks.append(mask)
+        return ids
+
+    monkeypatch.setattr("t5accel.backends.model_defaults.by_defaults", lambda *_, **__: echo)
+    texts = [("a " * length).strip() for length in (40, 1, 39, 2, 38, 3, 37)]
+    prefixed = generate_texts(backend, mini[1], iter(texts), batch_size=2, prefix="b ", on_batch=sizes.append)
+    assert prefixed == [f"b {text}" for text in texts]
+    assert sizes == [2, 2, 2, 1] == [len(mask) for mask in masks]
+    assert sum(int((mask == 0).sum()) for mask in masks) < 50
 
 
-def test_an_answer_does_not_depend_on_its_batch(answer) -> None:
-    sources = ("I am tired.", "Where is the station, please?", "Yes.")
-    texts = [f"translate English to French: {source}" for source in sources]
-    together = answer(texts)
-    assert len(set(together)) > 1
-    assert [answer([text])[0] for text in texts] == together
-    assert answer(texts[::-1]) == together[::-1]
-
-
-def test_agrees_with_transformers(mini, answer) -> None:
-    model, tokenizer = mini
-    texts = ["translate English to French: I am tired.", "translate English to French: Tom has three big dogs."]
-    batch = tokenizer(texts, return_tensors="pt", padding=True)
-    expected = model.generate(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=24, num_beams=1
-    )
-    assert answer(texts) == tokenizer.batch_decode(expected, skip_special_tokens=True)
+@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) >= 5, reason="transformers 5.x dropped these pipelines")
+def test_the_pipelines_of_an_accelerated_model_take_the_prefix_of_their_task(mini) -> None:
+    tasks = {
+        "summarization": dict(prefix=SUMMARIZE, num_beams=2, max_new_tokens=14, min_length=3, early_stopping=True),
+        "translation_en_to_fr": dict(prefix=TRANSLATE, num_beams=1, max_new_tokens=20),
+    }
+    own, config = copy.deepcopy(mini[0]), copy.deepcopy(mini[0].config)
+    own.config.task_specific_params = config.task_specific_params = tasks
+    model = AcceleratedT5(TorchEager(mini[0]), config, mini[0].generation_config, mini[1])
+    for task, key in (("summarization", "summary_text"), ("translation_en_to_fr", "translation_text")):
+        expected = [one[key] for one in transformers.pipeline(task, copy.deepcopy(own), tokenizer=mini[1])(NEWS)]
+        assert [one[key] for one in transformers.pipeline(task, model, tokenizer=mini[1])(NEWS)] == expected
 
 
 def test_takes_any_list_like_of_texts(answer) -> None:
     texts = ["translate English to French: I am tired.", ""]
     expected = answer(texts)
-    assert len(expected) == 2
+    assert expected[0] == "Je suis fatigué." and len(expected) == 2
     for other in (tuple(texts), np.array(texts), iter(texts), (text for text in texts)):
         assert answer(other) == expected
 
@@ -75,17 +101,20 @@ def test_a_batch_arrives_padded_and_masked_as_int64(mini) -> None:
     assert not mask.all() and ((ids == tokenizer.pad_token_id) == (mask == 0)).all()
 
 
-@pytest.mark.parametrize(
-    "convert", [np.asarray, torch.as_tensor, lambda ids: ids.tolist(), lambda ids: ids.astype("i4")]
-)
+@pytest.mark.parametrize("convert", [torch.as_tensor, lambda ids: ids.tolist(), lambda ids: ids.astype("i4")])
 def test_ids_may_come_back_as_any_array(mini, convert: Callable[[np.ndarray], Any]) -> None:
     assert text_to_text(mini[1], lambda ids, mask: convert(ids))(["Oui."]) == ["Oui."]
 
 
-def test_no_list_of_texts(answer) -> None:
-    refused(answer, "texts", "I am tired.", "", b"Yes.", [], (), None, 5, 0.5, [None], ["Yes.", 5], [b"Yes."],
-            [["Yes."]], {}, iter([]), np.array([]), np.array([1, 2]), object(), str)  # fmt: skip
-    refused(answer, "texts", ["Oui.", b"\xff".decode("utf-8", "surrogateescape")], match="surrogate")
+def test_wrong_texts(mini, answer, backend) -> None:
+    for call in (answer, partial(generate_texts, backend, mini[1])):
+        refused(call, "texts", "I am tired.", b"Yes.", [], None, 5, [None], [b"Yes."], [["Yes."]], {}, iter([]),
+                np.array([1, 2]), object(), str)  # fmt: skip
+        refused(call, "texts", ["Oui.", b"\xff".decode("utf-8", "surrogateescape")], match="surrogate")
+    for name in ("batch_size", "max_new_tokens", "num_beams"):
+        refused(partial(generate_texts, backend, mini[1], ["Yes."]), name, 0, -1, 2.0, "8", True)
+    refused(partial(generate_texts, backend, texts=["Yes."]), "tokenizer", None)
+    refused(partial(generate_texts, backend, mini[1], ["Yes."]), "prefix", 5, b"summarize: ", None)
 
 
 class Letters:
@@ -117,23 +146,17 @@ def test_whatever_a_tokenizer_raises_is_an_input_error() -> None:
         text_to_text(Letters(KeyboardInterrupt()), lambda ids, mask: ids)(["b!"])
 
 
-def test_what_makes_no_answers(mini) -> None:
-    refused(partial(text_to_text, generate_ids=lambda ids, mask: ids), "tokenizer", None)
+def test_wrong_results_of_generate_ids(mini, backend) -> None:
     refused(partial(text_to_text, mini[1]), "generate_ids", None, "greedy", 5)
-    backend = TorchEager(mini[0])
     results = (
         lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=2),  # without .sequences
         lambda ids, mask: None,
         lambda ids, mask: ids[0],
+        lambda ids, mask: ids[:1],
         lambda ids, mask: ids / 2,
         lambda ids, mask: ["Oui."],
     )
-
-    def run(generate_ids: Any) -> Any:
-        return text_to_text(mini[1], generate_ids)(["Oui.", "Non."])
-
-    refused(run, "generate_ids", *results)
-    refused(run, "generate_ids", lambda ids, mask: ids[:1], match="returned 1 rows for 2 texts")
+    refused(lambda generate_ids: text_to_text(mini[1], generate_ids)(["Oui.", "Non."]), "generate_ids", *results)
 
 
 @settings(deadline=None, max_examples=50)

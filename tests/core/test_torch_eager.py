@@ -1,4 +1,4 @@
-"""The torch backend: its logits are transformers' own, whatever mixture of steps, trims and reorderings led there."""
+"""`TorchEager`: its logits are transformers' own, after any mixture of steps, rollbacks and reorderings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_bfloat16_gives_float32_logits(tiny_t5, padded_batch) -> None:
     assert backend.step(backend.new_state(backend.encode(*padded_batch)), np.full((6, 1, 1), 5)).dtype == np.float32
 
 
-# Any mixture of steps, trims, reorderings and leaving sources
+# Any mixture of steps, rollbacks, reorderings and leaving sources
 
 
 def without_padding(rows: PastLengths) -> PastLengths:
@@ -55,7 +55,7 @@ def without_padding(rows: PastLengths) -> PastLengths:
 
 @torch.inference_mode()
 def left_aligned(self: TorchEager, state: Any, accepted: np.ndarray) -> None:
-    """After a ragged trim the shorter histories end too early: their relative positions are wrong."""
+    """After a ragged rollback the shorter histories end too early: their relative positions are wrong."""
     TorchEager.rollback(self, state, accepted)
     width = state.tokens.shape[1]
     for row, length in enumerate(state.rows.lengths.ravel()):
@@ -67,17 +67,17 @@ def left_aligned(self: TorchEager, state: Any, accepted: np.ndarray) -> None:
 
 
 def without_past_mask(self: TorchEager, state: Any, accepted: np.ndarray) -> None:
-    """After a ragged trim it attends to the garbage in front of the shorter histories."""
+    """After a ragged rollback it attends to the garbage in front of the shorter histories."""
     TorchEager.rollback(self, state, accepted)
     state.rows = without_padding(state.rows)
 
 
 @pytest.mark.parametrize("rollback", [without_past_mask, left_aligned])
-def test_a_broken_backend_is_caught(tiny_t5, padded_batch, trim: Any) -> None:
+def test_a_broken_backend_is_caught(tiny_t5, padded_batch, rollback: Any) -> None:
     model = tiny_t5()
     check_program(TorchEager(model), model, *padded_batch, 3, PROGRAM)
     with pytest.raises(AssertionError, match="not close"):
-        check_program(broken(rollback=trim)(model), model, *padded_batch, 3, PROGRAM)
+        check_program(broken(rollback=rollback)(model), model, *padded_batch, 3, PROGRAM)
 
 
 # Bad input
@@ -87,8 +87,8 @@ def test_no_model(tiny_t5) -> None:
     from transformers import T5Config, T5EncoderModel, T5Model
 
     config = T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1)
-    refused(TorchEager, "model", None, "mini", 5, match="got an object of class")
-    refused(TorchEager, "model", torch.nn.Linear(1, 1), match="class Linear", error=NotT5Error)
+    refused(TorchEager, "model", None, "mini", 5)
+    refused(TorchEager, "model", torch.nn.Linear(1, 1), error=NotT5Error)
     headless = (T5EncoderModel(config), T5Model(config))
     refused(TorchEager, "model", *headless, match="ForConditionalGeneration", error=NotT5Error)
     for name in ("eos_token_id", "decoder_start_token_id"):
@@ -113,12 +113,14 @@ class FailsAt(TorchFunctionMode):
 
 
 @cached_and_not
-@pytest.mark.parametrize("stride", [7, 11])
-def test_a_failure_on_the_way_leaves_the_state_as_it_was(tiny_t5, padded_batch, use_cache: bool, stride: int) -> None:
-    """Whichever call into torch it is, of a step every 7th or 11th."""
+def test_a_failure_on_the_way_leaves_the_state_as_it_was(tiny_t5, padded_batch, use_cache: bool) -> None:
+    """A failure of any call into torch, or of every 11th in a step."""
     new = np.random.default_rng(8).integers(3, 300, (6, 2, 3))
-    calls = [("step", new), ("rollback", np.arange(12).reshape(6, 2) % 4), ("step", new[:, :, :1]), ("step", new)]
-    calls += [
+    calls = [
+        ("step", new),
+        ("rollback", np.arange(12).reshape(6, 2) % 4),
+        ("step", new[:, :, :1]),
+        ("step", new),
         ("rollback", np.full((6, 2), 1)),
         ("reorder", np.array([[1, 1]] * 6)),
         ("select_sources", np.array([4, 0])),
@@ -127,7 +129,7 @@ def test_a_failure_on_the_way_leaves_the_state_as_it_was(tiny_t5, padded_batch, 
     undisturbed, state = (backend.new_state(backend.encode(*padded_batch), 2) for _ in range(2))
     for method, argument in calls:
         getattr(backend, method)(undisturbed, argument)
-        for number in count(0, stride if method == "step" else 1):
+        for number in count(0, 11 if method == "step" else 1):
             try:
                 with FailsAt(number):
                     getattr(backend, method)(state, argument)

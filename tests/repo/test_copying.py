@@ -19,9 +19,18 @@ from test_layout import MODULES, ROOT, own_imports
 
 # Modules that offer functions and no runnable example, each with its reason.
 WITHOUT_EXAMPLE = {
-    "t5accel.backends.cuda_graphs": "it needs a GPU; tests put others in the place of its streams and graphs",
+    "t5accel.distillation.checkpointing": "tests/core/test_distillation.py interrupts and resumes runs",
+    "t5accel.distillation.model_card": "tests/core/test_distillation.py saves students",
     "t5accel.cli": "its functions are commands; their tests run them",
+    "t5accel.cli_options": "the same",
+    "t5accel.cli_training": "the same",
     "t5accel.serve.cli": "the same",
+    "t5accel.decoding.ngram_lookup": "tests/core/test_ngram_lookup.py runs it on toys and models",
+    "t5accel.decoding.speculation": "tests/core/test_speculation.py does",
+    "t5accel.graphs.fused_step": "tests/core/test_ort_static.py runs its graph",
+    "t5accel.graphs.layers": "tests/core/test_export.py runs its graphs",
+    "t5accel.graphs.weights": "tests/core/test_families.py exports families by it",
+    "t5accel.precision.source_export": "tests/core/test_conversions.py reads and writes by it",
 }
 NOT_COPIED = {
     "t5accel",  # the lazy front door

@@ -16,19 +16,19 @@ PARTS = ("t5accel", "t5accel.serve", "bench", "training")
 FLOORS = {
     "errors": 0, "checks": 0, "machine": 0,
     "metrics": 1, "parity": 1, "timing": 1, "models": 1,
-    "roofline": 2, "decoding": 2,
-    "tokenization": 3, "graphs": 4, "precision": 4, "backends": 5,
-    "t5accel.precision.scoring": 6,  # it runs models
+    "decoding": 2, "t5accel.models.spec": 2,
+    "graphs": 4, "precision": 4, "backends": 5, "tokenization": 5,
+    "t5accel.precision.gate": 6,  # it runs models
     "distillation": 6, "api": 6,
     "doctor": 7, "serve": 7,
     "cli": 8, "cli_options": 8, "cli_training": 8, "__init__": 8, "__main__": 8,
 }  # fmt: skip
-# Lines of Python. A feature may raise its part's cap; nothing else may. The aims are 12,500 (t5accel), 3,000 (serve),
-# 11,000 (bench), 4,200 (training) and 26,000 (tests): lower a cap with every deletion.
-CAPS = {"t5accel": 18_000, "t5accel.serve": 5_360, "bench": 14_270, "training": 4_670, "tests": 39_950}
-MOST_FILES = 105  # of t5accel without serve; the aim is 86
-MOST_LINES = 460  # of a module; the aim is 450
-MOST_DOCSTRINGS = 0.20  # of the package's lines; the aim is 0.16
+# Lines of Python today. The aims are 12,500 and 600 for the GPU's loops (t5accel), 3,000 (serve), 11,000 (bench), 4,200
+# (training) and 26,000 (tests): a deletion lowers a cap, and a feature raises it by its own lines at most.
+CAPS = {"t5accel": 16_320, "t5accel.serve": 4_790, "bench": 13_660, "training": 4_440, "tests": 34_950}
+MOST_FILES = 88  # of t5accel without serve; the aim is 86
+MOST_LINES = 450  # of a module
+MOST_DOCSTRINGS = 0.15  # of the package's lines
 MOST_FOR_INFERENCE = 23
 HEAVY = {"torch", "transformers", "onnxruntime", "onnx", "tensorrt", "ray", "matplotlib", "datasets", "evaluate"}
 # The command line finds the server's commands by this one name, so that it imports nothing upward.

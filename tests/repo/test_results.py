@@ -20,9 +20,9 @@ from bench.peers import (
     cell_label,
     cell_of,
     int8_for,
-    standings,
+    peer_results,
 )
-from bench.results import chosen
+from bench.results import filter_rows
 from bench.serving.rates import BASELINE, STATIC, knee_text
 from bench.serving.rates import OURS as OURS_SERVED
 from t5accel.timing import Work
@@ -148,10 +148,10 @@ def test_the_readme_says_at_which_rates_servers_keep_up() -> None:
         BASELINE: "FastAPI, transformers, one by one",
     }
     rows = read("serving.json")["rows"]
-    points = [*chosen(rows, measured="open loop", cell="curve")]
+    points = [*filter_rows(rows, measured="open loop", cell="curve")]
     for system, words in systems.items():
         mini, small = (
-            knee_text([*chosen(points, system=system, model=model)]) for model in ("mini", "random:t5-small")
+            knee_text([*filter_rows(points, system=system, model=model)]) for model in ("mini", "random:t5-small")
         )
         assert f"| {words} | {mini} | {small} |" in README
     equal = [row for row in rows if row["cell"] == "neighbours"]
@@ -179,32 +179,17 @@ def test_what_ray_costs_on_one_machine_is_said_as_it_was_recorded() -> None:
 
 
 def test_short_answers_beside_long_ones_come_as_soon_as_the_readme_says() -> None:
-    rows = [*chosen(read("serving.json")["rows"], cell="short beside long", model="random:t5-small")]
+    rows = [*filter_rows(read("serving.json")["rows"], cell="short beside long", model="random:t5-small")]
     ours, static = (
-        median(row["short_p99_s"] for row in chosen(rows, system=system)) for system in (OURS_SERVED, STATIC)
+        median(row["short_p99_s"] for row in filter_rows(rows, system=system)) for system in (OURS_SERVED, STATIC)
     )
     assert f"with {rows[0]['rate_per_s']:.0f} requests a second" in README
     assert f"within {ours:.1f} s from ours and {static:.1f} s from static batches" in README
 
 
-def test_the_run_of_the_bundled_model_learned() -> None:
-    rows = [row for row in read("training-mini.json")["rows"] if row["measured"] == "training"]
-    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
-    for task in ("translation", "summaries", "questions"):
-        assert rows[-1][task] < rows[0][task]
-
-
 FULL_HEADS = (
-    "all logits",
-    "generate()",
-    "transformers",
-    "optimum",
-    "OpenVINO",
-    "CTranslate2",
-    "torch",
-    "fastt5",
-    "onnxt5",
-)
+    "all logits", "generate()", "transformers", "optimum", "OpenVINO", "CTranslate2", "torch", "fastt5", "onnxt5"
+)  # fmt: skip
 
 
 def floor_of(row: dict, floors: list[dict]) -> float | None:
@@ -273,10 +258,14 @@ def test_the_readme_says_how_models_of_other_families_stand() -> None:
     )
     part = README.split("## Beyond T5\n")[1].split("\n## ")[0]
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("| ")]
-    boards = [standings(rows), standings(rows, ours=OURS_EXACT), standings(rows, ours=int8_for, precision="int8")]
+    boards = [
+        peer_results(rows),
+        peer_results(rows, ours=OURS_EXACT),
+        peer_results(rows, ours=int8_for, precision="int8"),
+    ]
     for (_, *quoted), board in zip(table[1:], map(list, boards), strict=True):
         for model, text in zip(table[0][1:], quoted, strict=True):
-            ratios = [standing.ratio for standing in board if standing.model == model]
+            ratios = [result.ratio for result in board if result.model == model]
             assert text == "–".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))), model
     assert len(table[0]) == 6 and {row["model"] for row in rows} == {f"random:{name}" for name in table[0][1:]}
 
@@ -289,27 +278,27 @@ def test_the_peers_were_measured_on_the_whole_grid_and_the_readme_says_how_we_st
         if row["precision"] == "fp32" and row["system"].startswith("t5accel"):
             assert row["equal"] == row["of"], f"{row['system']} in {cell_of(row)}"
     boards = [
-        [standing for standing in standings(made, ours=ours) if (standing.cell.batch == 1) == one]
+        [result for result in peer_results(made, ours=ours) if (result.cell.batch == 1) == one]
         for ours in (OURS, OURS_EXACT) for one in (True, False) for made in (rows, others)
-    ] + [list(standings(rows, ours=OURS_OPENVINO))] + [
-        list(standings(made, ours=int8_for, precision="int8")) for made in (rows, others)
+    ] + [list(peer_results(rows, ours=OURS_OPENVINO))] + [
+        list(peer_results(made, ours=int8_for, precision="int8")) for made in (rows, others)
     ] + [
         # In the largest cell, where not all fit in memory together, these two were measured apart.
         [
-            *standings(rows, ours=OURS_GENERATE, peers=[OPTIMUM]),
-            *standings(read("peers-cpu-largest.json")["rows"], ours=OURS_GENERATE, peers=[OPTIMUM]),
+            *peer_results(rows, ours=OURS_GENERATE, peers=[OPTIMUM]),
+            *peer_results(read("peers-cpu-largest.json")["rows"], ours=OURS_GENERATE, peers=[OPTIMUM]),
         ],
-        [*standings(others, ours=OURS_GENERATE, peers=[OPTIMUM])],
+        [*peer_results(others, ours=OURS_GENERATE, peers=[OPTIMUM])],
     ]  # fmt: skip
     assert [len(board) for board in boards] == [6, 6, 12, 11, 3, 3, 6, 6, 6, 18, 17, 18, 17]
     for ours in (OURS, OURS_INT8):  # beside transformers itself
         for made in (rows, others):
-            found = standings(made, ours=ours, peers=[REFERENCE])
+            found = peer_results(made, ours=ours, peers=[REFERENCE])
             boards.append([one for one in found if (one.cell.batch, one.cell.beams) == (1, 1)])
     text = " ".join(README.split())
     section = text.split("## Beside its peers")[1].split(" ## ")[0]
     quoted = re.findall(r"(\d\.\d\d)–(\d\.\d\d)", section)
-    ratios = [[standing.ratio for standing in board] for board in boards]
+    ratios = [[result.ratio for result in board] for board in boards]
     assert quoted == [(f"{min(each):.2f}", f"{max(each):.2f}") for each in ratios]
-    for standing in (one for made in (rows, others) for one in standings(made)):
-        assert standing.ratio >= 1 or f"{cell_label(standing.cell)}, {standing.ratio:.2f}x" in section
+    for result in (one for made in (rows, others) for one in peer_results(made)):
+        assert result.ratio >= 1 or f"{cell_label(result.cell)}, {result.ratio:.2f}x" in section

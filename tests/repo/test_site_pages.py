@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from script import SCRIPTS, load_script
 
-from bench.results import recorded
+from bench.results import load_results
 
 ROOT = SCRIPTS.parent
 pages = load_script("site_pages")
@@ -60,10 +60,10 @@ def test_every_notebook_is_found_by_its_problem() -> None:
 def test_every_recorded_speed_is_on_the_boards() -> None:
     page = pages.boards()
     found = Tables(page)
-    files = [name for name, _, _ in pages.BOARDS if recorded(name)["rows"]]
+    files = [name for name, _, _ in pages.BOARDS if load_results(name)["rows"]]
     assert len(found.tables) == len(files) == page.count("\n## ") and "scoreboard-mini.json" in files
     for name, table, marks in zip(files, found.tables, found.marks, strict=True):
-        timed = [row for row in recorded(name)["rows"] if row["measured"] == "speed" and "latency_s" in row]
+        timed = [row for row in load_results(name)["rows"] if row["measured"] == "speed" and "latency_s" in row]
         assert len(table) == len(timed) + 1 and {len(row) for row in table} == {len(marks)}
         assert {"data-filter"} in marks and any("data-plot" in one for one in marks)
         rates = [float(row[table[0].index("tokens/s")]) for row in table[1:]]
@@ -81,7 +81,7 @@ def test_the_figures_of_the_browser_are_those_recorded(monkeypatch: pytest.Monke
         dict(measured="quality", system="Student", bleu=27.3, rougeL=58.1, exact_match=54.0),
     ]
     record = dict(machine={"cpu": "a CPU"}, date="2026-11-24", commit="4f0", rows=rows)
-    monkeypatch.setattr(pages, "recorded", lambda file: record if file == "web.json" else {"rows": []})
+    monkeypatch.setattr(pages, "load_results", lambda file: record if file == "web.json" else {"rows": []})
     page = pages.browser()
     ((_, row),) = Tables(page).tables
     assert row == ["Student", "1.25", "0.03", "4.1", "244", "6.0", "9.0", "27.3", "58.1", "54.0"]

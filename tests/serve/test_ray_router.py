@@ -1,4 +1,4 @@
-"""What of Ray's side needs no Ray: actors, who watches them, a replica and the front. `make test-ray` has the rest."""
+"""Actors, replicas and the router without Ray; `make test-ray` has the rest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -21,9 +22,7 @@ from typer.testing import CliRunner
 
 from t5accel.cli import app as commands
 from t5accel.errors import EngineError, InputError, JobError, T5AccelError, install
-from t5accel.serve import ray_batch as pool
-from t5accel.serve import ray_router as fronts
-from t5accel.serve import ray_router as replicas
+from t5accel.serve import ray_batch, ray_router
 from t5accel.serve.app import make_app
 from t5accel.serve.batch.job import Job, Model, Settings, Shard, run
 from t5accel.serve.batch.output import ShardRecord, ShardStats
@@ -38,7 +37,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Actors:
-    """An engine that does what `on_ray` does without Ray: job and shards travel as bytes, in any order."""
+    """`on_ray` without Ray: job and shards are pickled, in reverse order."""
 
     def __init__(self, before: Callable[[int], Any] = lambda count: None, what: dict[str, str] | None = None):
         self.before, self.what, self.beats = before, what, 0
@@ -48,7 +47,7 @@ class Actors:
 
     def __call__(self, job: Job, pending: Sequence[Shard], *_: Any) -> Iterator[ShardRecord]:
         job = pickle.loads(pickle.dumps(replace(job, output=job.output.absolute(), what=self.what or job.what)))
-        actor = pool.Actor(job, self.beat)
+        actor = ray_batch.Actor(job, self.beat)
         for count, shard in enumerate(reversed(pending)):
             self.before(count)
             (made,) = actor({"shard": [pickle.dumps(shard)]})["made"]
@@ -58,7 +57,7 @@ class Actors:
 
 
 @pytest.mark.usefixtures("toy")
-def test_an_actor_does_shards_and_hands_back_what_it_refuses(tmp_path: Path) -> None:
+def test_an_actor_answers_shards_and_returns_errors(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}, {"text": 2}, {"text": "three"}])
     settings, actors = Settings(shard_rows=2), Actors()
     assert run(path, tmp_path / "out", settings=settings, engine=actors) == (ShardStats(2, 1, 2), ShardStats())
@@ -70,7 +69,7 @@ def test_an_actor_does_shards_and_hands_back_what_it_refuses(tmp_path: Path) -> 
     )
     for engine, kind, sentence in (
         (Actors(lambda _: path.rename(tmp_path / "away")), JobError, "No such file"),
-        (Actors(what={"sha256": "another"}), InputError, "the model is another one"),
+        (Actors(what={"sha256": "another"}), InputError, "model of an actor must be"),
     ):
         with pytest.raises(kind, match=sentence):
             run(path, tmp_path / "new", settings=settings, engine=engine)
@@ -79,7 +78,7 @@ def test_an_actor_does_shards_and_hands_back_what_it_refuses(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("toy")
-def test_an_actor_makes_no_folder_again_and_lost_shards_are_missed(tmp_path: Path) -> None:
+def test_removed_folders_and_lost_shards_end_the_job(tmp_path: Path) -> None:
     path, out, settings = tmp_path / "in.txt", tmp_path / "out", Settings(shard_rows=1)
     path.write_text("one\ntwo\nthree\n")
     with pytest.raises(JobError, match="is not the job's folder any more"):
@@ -90,38 +89,30 @@ def test_an_actor_makes_no_folder_again_and_lost_shards_are_missed(tmp_path: Pat
     assert run(path, out, settings=settings)[0] == ShardStats(1, 0, 1)
 
 
-def test_silence_ends_a_job_and_signs_of_life_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "BEAT_S", 0.01)
+def test_missing_heartbeats_end_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_batch, "BEAT_S", 0.01)
     asked: list[int] = []
 
     def beats() -> int | None:  # a sign of life, no answer, the same sign, and so on
         asked.append(len(asked))
         return None if len(asked) % 3 == 1 else len(asked) // 3
 
-    def slow() -> Iterator[int]:
+    def rows(goes_on: Callable[[], bool], error: Exception | None = None) -> Iterator[int]:
         yield 1
-        while len(asked) < 30:
-            pass
+        while goes_on():
+            time.sleep(0.001)
+        if error:
+            raise error
         yield 2
 
-    assert list(pool._watched(slow(), beats, 0.2)) == [1, 2]
-
-    def stuck() -> Iterator[int]:
-        yield 1
-        while not ended:
-            pass
-
+    assert list(ray_batch._watched(rows(lambda: len(asked) < 30), beats, 0.2)) == [1, 2]
     ended: list[bool] = []
     with pytest.raises(JobError, match="Nothing was heard of any actor for 0 s. What is done is kept, and the same"):
-        list(pool._watched(stuck(), lambda: 7, 0.1))
+        list(ray_batch._watched(rows(lambda: not ended), lambda: 7, 0.1))
     ended.append(True)
-
-    def broken() -> Iterator[int]:
-        yield 1
-        raise RuntimeError("first line\nthe last one says why")
-
+    broken = rows(lambda: False, RuntimeError("first line\nthe last one says why"))
     with pytest.raises(JobError, match=r"Ray gave up \(RuntimeError: the last one says why\). What is done is kept"):
-        list(pool._watched(broken(), lambda: 7, 9))
+        list(ray_batch._watched(broken, lambda: 7, 9))
 
 
 def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(
@@ -132,11 +123,11 @@ def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(
     batch, model = ["batch", str(path), str(tmp_path / "out")], ["--model", str(exported_mini)]
     for command, sentence in (
         ([*batch, *model, "--engine", "ray"], install("ray")),
-        ([*batch, *model, "--engine", "ray", "--stuck-s", "0"], "--stuck-s is 0.0; give seconds above 0"),
+        ([*batch, *model, "--engine", "ray", "--stuck-s", "0"], "--stuck-s must be seconds above 0"),
         ([*batch, *model, "--address", "here:1"], "--address here:1 is for Ray"),
         (["serve", *model, "--engine", "ray", "--port", "0"], install("ray")),
         (["serve", *model, "--address", "here:1"], "--address here:1 is for Ray"),
-        (["serve", *model, "--engine", "ray", "--replicas-min", "3"], "min is 3 and replicas, the most"),
+        (["serve", *model, "--engine", "ray", "--replicas-min", "3"], "must be at most replicas, 2, got 3"),
         (["serve", *model, "--engine", "spark"], "spark"),
     ):
         result = CliRunner().invoke(commands, command)
@@ -148,14 +139,14 @@ def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
-    monkeypatch.setattr(replicas, "create_app", lambda settings: make_app(Slow(), Letters(), settings))
+    monkeypatch.setattr(ray_router, "create_app", lambda settings: make_app(Slow(), Letters(), settings))
     made = Replica(Served(unhealthy_after_s=5))
     yield made
     made.__del__()
 
 
 def asked(front: Router, content: dict[str, Any], **settings: Any) -> httpx.Response:
-    """As behind a socket: with the guard around the front."""
+    """Ask the router behind its middleware."""
 
     async def ask() -> httpx.Response:
         app = RequestLimits(front, Served(**settings), front.metrics)
@@ -165,7 +156,7 @@ def asked(front: Router, content: dict[str, Any], **settings: Any) -> httpx.Resp
     return asyncio.run(ask())
 
 
-def test_what_a_replica_answers_passes_the_front_unchanged(replica: Replica) -> None:
+def test_the_router_passes_responses_unchanged(replica: Replica) -> None:
     front = Router(replica)
     answer = asked(front, {"text": "bcd", "max_new_tokens": 5})
     assert answer.status_code == 200 and answer.json()["answers"][0]["tokens"] == [5] and front.running == 0
@@ -179,7 +170,7 @@ def test_what_a_replica_answers_passes_the_front_unchanged(replica: Replica) -> 
     assert asked(front, {"text": "bcd"}).status_code == 503
 
 
-def test_a_client_that_goes_frees_its_row_in_the_replica(replica: Replica) -> None:
+def test_a_disconnect_frees_the_row_in_the_replica(replica: Replica) -> None:
     async def begin_and_go() -> None:
         body = json.dumps({"text": TEXT, "max_new_tokens": 500, "stream": True}).encode()
         headers = [(b"content-type", b"application/json")]
@@ -204,7 +195,7 @@ def test_a_replica_whose_engine_has_ended_is_not_healthy(replica: Replica) -> No
 
 
 def losing(times: int, after: int) -> tuple[Router, list[Message]]:
-    """A front whose replicas are lost so often, each when it has handed out so many messages."""
+    """A router whose first replicas are lost after some messages."""
     tried: list[Message] = []
 
     async def answer(request: Message, body: bytes) -> AsyncIterator[Message]:
@@ -223,25 +214,25 @@ def losing(times: int, after: int) -> tuple[Router, list[Message]]:
 
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_request_whose_replica_is_lost_is_asked_again_and_then_refused(times: int, after: int) -> None:
+def test_lost_requests_are_retried_and_then_refused(times: int, after: int) -> None:
     front, tried = losing(times, after)
     answer = asked(front, {"text": "b"})
-    assert len(tried) == min(times + 1, fronts.TRIES) and front.running == 0
+    assert len(tried) == min(times + 1, ray_router.TRIES) and front.running == 0
     assert all(request == tried[0] for request in tried)
-    if times < fronts.TRIES:
+    if times < ray_router.TRIES:
         assert answer.status_code == 200 and answer.text == "123"
     else:
         assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
         assert answer.json()["error"]["code"] == "replica_lost"
 
 
-def test_an_answer_that_has_begun_is_not_begun_again() -> None:
+def test_a_started_stream_is_not_retried() -> None:
     front, tried = losing(1, 2)
     answer = asked(front, {"text": "b"})
     assert len(tried) == 1 and answer.text.startswith("1event: error\ndata: ") and "replica_lost" in answer.text
 
 
-def test_a_front_without_a_replica_is_alive_and_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_without_replicas_is_alive_and_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nobody(request: Message, body: bytes) -> AsyncIterator[Message]:
         await asyncio.sleep(60)
         yield {}
@@ -252,5 +243,5 @@ def test_a_front_without_a_replica_is_alive_and_not_ready(monkeypatch: pytest.Mo
         ) as client:
             return [(await client.get(path)).status_code for path in ("/health/live", "/health/ready", "/metrics")]
 
-    monkeypatch.setattr(fronts, "READY_S", 0.1)
+    monkeypatch.setattr(ray_router, "READY_S", 0.1)
     assert asyncio.run(both()) == [200, 503, 200]

@@ -1,7 +1,7 @@
-"""Rows in flight on `TorchStatic`, here without graphs: every answer is the one of its request alone.
+"""Rows in flight on `TorchStatic`, here without graphs: each result is that of its request alone.
 
-Rows join, leave and are cancelled, in buffers that are re-made larger and smaller around them; beams and drawn rows
-stand beside greedy ones; and rows end in the middle of a run of steps.
+Rows join, leave and are cancelled in buffers that grow and shrink; beams and samples run beside greedy rows; and rows
+end in the middle of a run of steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
 from t5accel.errors import EngineError, InputError
-from t5accel.serve import scheduler as scheduler_module
 from t5accel.serve.device_batch import DeviceRunningBatch
 from t5accel.serve.limits import KVCacheBytes, SchedulerLimits
 from t5accel.serve.request import GenerationRequest
@@ -68,7 +67,7 @@ def flight(backend: TorchStatic, **limits: Any) -> Scheduler:
 
 
 def alone(job: GenerationRequest, backend: Any) -> list[list[int]]:
-    """The answers of the decoding algorithms to that source alone."""
+    """The results of the decoding algorithms for that source alone."""
     ids, ends = job.input_ids[None], backend.rules.eos_tokens(backend.eos_token_id)
     options = dict(attention_mask=np.ones_like(ids), **job.bounds)
     if job.sampling:
@@ -112,7 +111,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(events=EVENTS, rows=st.integers(3, 9), name=st.sampled_from([*RULES]), kept=st.sampled_from([0, 2**30]))
-def test_everybody_gets_what_they_would_get_alone(backends, events: Any, rows: int, name: str, kept: int) -> None:
+def test_results_are_those_of_each_request_alone(backends, events: Any, rows: int, name: str, kept: int) -> None:
     backend, eager = backends(name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_static_rows, "KEPT_BYTES", kept)
@@ -121,7 +120,7 @@ def test_everybody_gets_what_they_would_get_alone(backends, events: Any, rows: i
     for number, ticket in enumerate(tickets):
         assert ticket.is_done
         if number not in cancelled:
-            assert tokens(ticket) == alone(ticket.job, eager)
+            assert tokens(ticket) == alone(ticket.request, eager)
     assert (scheduler.rows, scheduler.running, scheduler.waiting, scheduler.failures) == (0, 0, 0, 0)
 
 
@@ -132,7 +131,7 @@ def test_many_greedy_requests_end_within_runs_of_steps(backends) -> None:
     scheduler._observe = lambda *what: seen.append(what)
     tickets = [scheduler.submit(new_job(seed, 12, seed % 9 + 1)) for seed in range(40)]
     assert not scheduler.static_reason and run(scheduler) < 12, "several steps in a round"
-    expected = [alone(ticket.job, eager) for ticket in tickets]
+    expected = [alone(ticket.request, eager) for ticket in tickets]
     assert [tokens(ticket) for ticket in tickets] == expected
     lengths = [len(answer) for (answer,) in expected]
     assert len({*lengths}) > 5, "they end where they will"
@@ -143,7 +142,7 @@ def test_captured_steps_and_encoders_give_the_same_and_are_warm_before_anybody_c
     tiny_t5, backends, monkeypatch
 ) -> None:
     for module in (torch_static, torch_static_rows):
-        monkeypatch.setattr(module, "captured", torch.inference_mode()(lambda *given: Replay(*given)))
+        monkeypatch.setattr(module, "capture_graph", torch.inference_mode()(lambda *given: Replay(*given)))
     backend, (_, eager) = TorchStatic(tiny_t5(), buckets=SMALL), backends("ends")
     backend.rules, backend.graphs = ENDING, True
     scheduler = flight(backend, rows=5)
@@ -155,34 +154,29 @@ def test_captured_steps_and_encoders_give_the_same_and_are_warm_before_anybody_c
     assert device.captures == warm and not scheduler.failures
     tickets += [scheduler.submit(new_job(seed, 14, 9)) for seed in range(9)]
     run(scheduler)
-    assert [tokens(ticket) for ticket in tickets] == [alone(ticket.job, eager) for ticket in tickets]
+    assert [tokens(ticket) for ticket in tickets] == [alone(ticket.request, eager) for ticket in tickets]
     monkeypatch.setattr(torch_static_rows, "CAPTURED_BYTES", 0)
     large = scheduler.submit(new_job(50, 14, 30))
     captured = device.captures
     scheduler.step()
     assert device.captures == captured + 1, "a step for the longer source, and no encoder"
     run(scheduler)
-    assert tokens(large) == alone(large.job, eager)
+    assert tokens(large) == alone(large.request, eager)
 
 
-def test_where_few_run_the_host_looks_at_each_token_where_many_do_after_eight(tiny_t5) -> None:
+@pytest.mark.parametrize(("rows", "steps"), [(1, 1), (7, 1), (8, 2), (40, 8)])
+def test_the_host_reads_each_token_of_few_rows_and_every_eighth_of_many(tiny_t5, rows: int, steps: int) -> None:
     backend = TorchStatic(tiny_t5())
-    for rows, steps in ((1, 1), (7, 1), (8, 2), (40, 8)):
-        batch = DeviceRunningBatch(backend, clock=lambda: 0.0)
-        parts = [
-            RunningSequence(sequences_for(backend, new_job(seed, 16, min_new_tokens=16))[0], seed)
-            for seed in range(rows)
-        ]
-        ids = np.stack([new_job(seed, 16).input_ids for seed in range(rows)])
-        batch.add(batch.encoder.encode(ids, np.ones_like(ids)), parts)
-        batch.step()
-        assert (batch.steps, batch.tokens, batch.token_steps) == (steps, rows * steps, steps)
-    slow = iter(range(0, 1000, 1))  # a second for each look at the clock
-    batch._clock = lambda: next(slow)
+    batch = DeviceRunningBatch(backend, clock=lambda: 0.0)
+    jobs = [new_job(seed, 16, min_new_tokens=16) for seed in range(rows)]
+    parts = [RunningSequence(sequences_for(backend, job)[0], job) for job in jobs]
+    ids = np.stack([job.input_ids for job in jobs])
+    batch.add(batch.encoder.encode(ids, np.ones_like(ids)), parts)
     batch.step()
-    batch._step_s = 1.0
+    assert (batch.steps, batch.tokens, batch.token_steps) == (steps, rows * steps, steps)
+    batch._step_s = 1.0  # a slow device
     batch.step()
-    assert batch.steps == 1, "a slow device is asked for one step at a time"
+    assert batch.steps == 1
 
 
 def test_rows_are_carried_over_into_larger_buffers_and_back(backends) -> None:
@@ -199,7 +193,7 @@ def test_rows_are_carried_over_into_larger_buffers_and_back(backends) -> None:
     run(scheduler)
     assert shapes() == (2, 4, 32), "a long answer, and nobody beside it"
     for ticket in (first, *others):
-        assert tokens(ticket) == alone(ticket.job, eager)
+        assert tokens(ticket) == alone(ticket.request, eager)
 
 
 def test_a_stream_gets_every_token_and_a_stop_criterion_ends_within_a_run(backends) -> None:
@@ -210,13 +204,13 @@ def test_a_stream_gets_every_token_and_a_stop_criterion_ends_within_a_run(backen
     for seed in range(40):
         scheduler.submit(new_job(seed, 20))
     run(scheduler)
-    assert stream.tokens == tokens(stream)[0] == alone(stream.job, eager)[0]
+    assert stream.tokens == tokens(stream)[0] == alone(stream.request, eager)[0]
     (answer,) = stop.result(0)
-    assert answer.tokens == alone(replace(stop.job, stopping_criterion=None), eager)[0][:5] and answer.ended
+    assert answer.tokens == alone(replace(stop.request, stopping_criterion=None), eager)[0][:5] and answer.ended
 
 
 @pytest.mark.parametrize("where", ["run", "fit", "encode", "add_sources", "logits", "reorder_sources"])
-def test_what_a_device_fails_at_ends_some_and_the_others_go_on(backends, where: str) -> None:
+def test_a_device_error_ends_few_requests(backends, where: str) -> None:
     backend, eager = backends("none")
     scheduler = flight(backend, rows=32)
     device = scheduler._batch.encoder
@@ -225,9 +219,8 @@ def test_what_a_device_fails_at_ends_some_and_the_others_go_on(backends, where: 
     right, failing = getattr(device, where), []
 
     def fails_once(*arguments: Any) -> Any:
-        if len(failing) < (
-            2 if where in ("encode", "add_sources", "fit") else 1
-        ):  # newcomers are tried again one by one
+        # New requests are tried again one by one.
+        if len(failing) < (2 if where in ("encode", "add_sources", "fit") else 1):
             failing.append(1)
             raise torch.cuda.OutOfMemoryError("no memory")
         return right(*arguments)
@@ -241,7 +234,7 @@ def test_what_a_device_fails_at_ends_some_and_the_others_go_on(backends, where: 
         if ticket.error:
             assert isinstance(ticket.error, EngineError)
         else:
-            assert tokens(ticket) == alone(ticket.job, eager)
+            assert tokens(ticket) == alone(ticket.request, eager)
 
 
 def test_equal_sources_are_encoded_once_and_many_in_slices(backends, monkeypatch) -> None:
@@ -257,13 +250,13 @@ def test_equal_sources_are_encoded_once_and_many_in_slices(backends, monkeypatch
     encoded = rows.encode(ids, mask)
     assert calls == [(4, 3), (1, 3)], "five of seven, and no batch of three: few shapes are captured"
     rows.fit(rows.shape_for(7, 3, 4), np.empty(0, dtype=np.int64))
-    rows.admit(np.arange(7)[::-1], encoded)
+    rows.add_sources(np.arange(7)[::-1], encoded)
     plan = np.zeros((3, 8), dtype=np.int64)
     found = rows.run(plan, 4)[:7][::-1]
     np.testing.assert_array_equal(found, greedy(backend, ids, mask, max_new_tokens=4).sequences)
 
 
-def test_memory_is_counted_in_the_shapes_that_it_comes_in(backends) -> None:
+def test_memory_is_counted_in_fixed_shapes(backends) -> None:
     backend, _ = backends("none")
     counted = KVCacheBytes(backend.in_flight())
     assert counted(3, 5, 9) == counted(4, 8, 16) > counted(2, 8, 16)
@@ -273,23 +266,8 @@ def test_memory_is_counted_in_the_shapes_that_it_comes_in(backends) -> None:
     assert (scheduler.running, scheduler.waiting) == (4, 2)
     run(scheduler)
     assert all(ticket.answers for ticket in tickets)
-    with pytest.raises(InputError, match="bytes of keys"):
+    with pytest.raises(InputError, match="bytes of KV cache"):
         scheduler.submit(new_job(1, 40))
-
-
-def test_a_captured_encoder_teaches_nothing_about_its_pace(backends, monkeypatch) -> None:
-    backend, _ = backends("none")
-    learned: list[int] = []
-    monkeypatch.setattr(scheduler_module.EncoderLatency, "learn", lambda self, length, *_: learned.append(length))
-    scheduler = flight(backend)
-    device = scheduler._batch.encoder
-    right = device.encode
-    device.encode = lambda *batch: (backend._encoders.setdefault((1, 1), None), right(*batch))[1]
-    for length in (5, 6):
-        scheduler.submit(new_job(1, 2, length))
-        run(scheduler)
-    backend._encoders.clear()
-    assert learned == [6]
 
 
 @pytest.mark.gpu
@@ -298,9 +276,7 @@ def test_on_a_gpu_answers_are_those_of_a_request_alone(precision: str) -> None:
     from t5accel.models.load import cast_model, load_model
 
     backend = TorchStatic(cast_model(load_model("random:t5-small")[0], precision, "cuda"))
-    rng = np.random.default_rng(0)
-    wanted = [GenerationRequest(rng.integers(3, 32000, rng.integers(1, 100)), max_new_tokens=int(rng.integers(4, 90)))
-              for _ in range(48)]  # fmt: skip
+    wanted = [new_job(seed, 4 + 7 * seed % 86, 1 + 37 * seed % 99) for seed in range(48)]
     with Scheduler(backend, SchedulerLimits(rows=32)) as scheduler:
         answers = [ticket.result(120)[0].tokens for ticket in scheduler.submit_all(wanted)]
     assert scheduler.failures == 0 and [len(answer) for answer in answers] == [job.max_new_tokens for job in wanted]

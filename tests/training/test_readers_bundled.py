@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import pytest
-import torch
 
-from bench import evaluation as quality
+from bench import evaluation
 from bench.bert.ladder import GATE
 from bench.bert.model import PRUNED, READER, load_bert, threshold_of, widths
 from bench.bert.spans import answerer, torch_run
@@ -24,7 +22,7 @@ def scores() -> dict[str, QuestionQuality]:
     for name in NAMES:
         model, tokenizer = load_bert(name)
         answer = answerer(tokenizer, torch_run(model), threshold=threshold_of(model))
-        found[name] = quality.evaluate(answer, names=["questions"]).questions
+        found[name] = evaluation.evaluate(answer, names=["questions"]).questions
     return found
 
 
@@ -56,14 +54,3 @@ def test_the_pruned_reader_is_smaller_and_inside_the_gate(scores: dict[str, Ques
     assert scores[READER].all.f1 - scores[PRUNED].all.f1 <= GATE
     whole, pruned = (widths(load_bert(name)[0]) for name in NAMES)
     assert sum(pruned["heads"]) <= 0.7 * sum(whole["heads"]) and sum(pruned["neurons"]) <= 0.5 * sum(whole["neurons"])
-
-
-def test_transformers_alone_loads_the_whole_one() -> None:
-    from transformers import AutoModelForQuestionAnswering
-
-    plain = AutoModelForQuestionAnswering.from_pretrained(DATA / READER, dtype=torch.float32).eval()
-    model, tokenizer = load_bert(READER)
-    given = {name: np.array(ids) for name, ids in tokenizer(["Who came?"], ["Ann came."]).items()}
-    for one, other in zip(torch_run(plain)(given), torch_run(model)(given), strict=True):
-        assert np.allclose(one, other, atol=1e-5)
-    assert set(given) == {"input_ids", "token_type_ids", "attention_mask"} and widths(model)["heads"] == [4] * 4

@@ -9,7 +9,6 @@ import test_cli
 import torch
 
 import training.train as training
-import training.train as validate
 from training.__main__ import app
 from training.train import HeldOutQuality
 
@@ -38,10 +37,10 @@ def test_train_refuses_a_malformed_file_and_too_few_pairs(tmp_path):
 def test_train_refuses_bad_numbers_and_devices(tmp_path):
     pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
     pairs.write_text("".join(f"Word {i}.\tMot {i}.\n" for i in range(1002)))
-    assert "steps is 0" in refused("train", "--pairs", pairs, "--out", out, "--steps", 0)
+    assert "steps" in refused("train", "--pairs", pairs, "--out", out, "--steps", 0)
     assert call("train", "--pairs", pairs, "--out", out, "--device", "abacus").exit_code == 2
     if not torch.cuda.is_available():
-        assert "device 'cuda'" in refused("train", "--pairs", pairs, "--out", out, "--device", "cuda")
+        assert "'cuda'" in refused("train", "--pairs", pairs, "--out", out, "--device", "cuda")
     assert call("train", "--pairs", pairs, "--out", out, "--threads", 0).exit_code == 2
     assert not out.exists()
 
@@ -77,7 +76,7 @@ def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch
 def test_held_out_scores_are_printed_and_written(tmp_path, monkeypatch):
     held_out = (HeldOutQuality(1000, 1234, 12.34, 45.6), HeldOutQuality(77, 88, 9.87, 23.4))
     calls = []
-    monkeypatch.setattr(validate, "held_out_quality", lambda generate, pairs: calls.append(pairs) or held_out)
+    monkeypatch.setattr(training, "held_out_quality", lambda generate, pairs: calls.append(pairs) or held_out)
     file, pairs = tmp_path / "new" / "held-out.json", tmp_path / "pairs.tsv"
     pairs.write_text("We sing.\tNous chantons.\n")
     result = call("held-out", "--pairs", pairs, "--json", file)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from bench.figures import plot_losses
-from bench.results import checked, recorded
+from bench.results import checked, load_results
 
 
 def written(path: Path, *rows: tuple[int, float]) -> Path:
@@ -33,13 +33,6 @@ def test_the_steps_of_the_second_stage_go_on_from_the_first(tmp_path: Path) -> N
     assert min(b - a for a, b in pairwise(heights)) > 0.1, "equal losses, and each can be read"
 
 
-def test_losses_on_composed_texts_are_dashed_where_there_are_any() -> None:
-    rows = [{"step": step, "translation": 3.0, "summaries": 2.0, "questions": 1.0, "stage": 1} for step in (1, 2)]
-    rows.append({**rows[-1], "step": 3, "composed questions": 1.5})
-    dashed = [line for line in plot_losses(rows).axes[0].lines if line.get_linestyle() == "--"]
-    assert [(line.get_label(), *line.get_xydata().tolist()) for line in dashed] == [("composed questions", [3.0, 1.5])]
-
-
 def test_quality_is_recorded_as_rows() -> None:
     held_out = {"sentences": 5, "references": 9, "bleu": 20.0, "chrf": 40.0}
     report = {"model": "mini", "questions": {"all": {"exact_match": 49.5, "f1": 50.0}, "seen": None}, "limit": None}
@@ -52,5 +45,5 @@ def test_quality_is_recorded_as_rows() -> None:
     ]  # fmt: skip
     assert quality_rows({**report, "held_out": held_out}) == rows[:2]
     assert quality_rows({**report, "held_out": None, "held_out_long": None}) == rows[:1]
-    kept = [row.get("task") for row in recorded("training-mini.json")["rows"] if row["measured"] == "quality"]
+    kept = [row.get("task") for row in load_results("training-mini.json")["rows"] if row["measured"] == "quality"]
     assert kept == [row.get("task") for row in rows][: len(kept)]  # a file of short pairs has no long ones

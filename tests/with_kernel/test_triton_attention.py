@@ -37,21 +37,21 @@ def exact(query: Any, memory: Any, bias: Any) -> Any:
 @interpreted
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("width", [64, 150])
-def test_own_attention_writes_its_position_and_reads_what_is_real(dtype: torch.dtype, width: int) -> None:
+def test_self_attention_writes_its_position_and_reads_the_real_ones(dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)
-    heads, d, reach = 3, 16, 40
+    heads, d, max_distance = 3, 16, 40
     lengths = torch.tensor([0, 1, 63, width - 1])
     rows = len(lengths)
     memory, projected = torch.randn(2, rows, heads, width, d).to(dtype), torch.randn(rows, 3, heads, d).to(dtype)
-    biases = torch.randn(heads, reach + 2).to(dtype)
+    biases = torch.randn(heads, max_distance + 2).to(dtype)
     biases[:, 0] = torch.finfo(dtype).min
     expected = memory.clone()
     expected[:, torch.arange(rows), :, lengths] = projected[:, 1:].transpose(1, 0).transpose(0, 1)
-    distance = (lengths[:, None] - (torch.arange(width) - 1)).clamp(0, reach + 1)
+    distance = (lengths[:, None] - (torch.arange(width) - 1)).clamp(0, max_distance + 1)
     attended = exact(projected[:, 0, :, None], expected, biases[:, distance].transpose(0, 1)[:, :, None])
     for row, length in enumerate(lengths):
-        memory[:, row, :, length:] = float("nan")  # what is not real is not even multiplied by nothing
-    out = triton_attention.attend_own(projected, memory, lengths, biases)
+        memory[:, row, :, length:] = float("nan")  # not even multiplied by 0
+    out = triton_attention.self_attention(projected, memory, lengths, biases)
     assert_close(out.float().numpy(), attended[:, :, 0].flatten(1).numpy(), atol=CLOSE[dtype])
     for row, length in enumerate(lengths):
         assert torch.equal(memory[:, row, :, length], expected[:, row, :, length])
@@ -68,11 +68,11 @@ def test_cross_attention_of_rows_that_share_a_source(dtype: torch.dtype, rows: i
     bias = torch.zeros(batch, 1, 1, source, dtype=dtype)
     bias[0, ..., 50:] = torch.finfo(dtype).min
     expected = exact(query.view(batch, rows, heads, d).transpose(1, 2), memory, bias).transpose(1, 2)
-    out = triton_attention.attend_cross(query, memory, bias)
+    out = triton_attention.cross_attention(query, memory, bias)
     assert_close(out.float().numpy(), expected.reshape(batch * rows, -1).numpy(), atol=CLOSE[dtype])
     memory[:, 0, :, 60:] *= 100
-    again = triton_attention.attend_cross(query, memory, bias)
-    assert torch.equal(again, out), "what is masked counts for nothing"
+    again = triton_attention.cross_attention(query, memory, bias)
+    assert torch.equal(again, out), "masked positions have no weight"
 
 
 @interpreted
@@ -90,7 +90,7 @@ def test_decoding_with_it_gives_eager_tokens(kind: str) -> None:
 
 def test_heads_that_are_no_power_of_two_are_refused() -> None:
     model = random_t5(dict(d_model=12, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
-    with pytest.raises(InputError, match="power of two for our kernel, got 6"):
+    with pytest.raises(InputError, match="d_kv"):
         TorchTriton(model)
 
 
@@ -99,8 +99,8 @@ def test_heads_that_are_no_power_of_two_are_refused() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_it_compiles_for_gpus_that_are_not_here(capability: int, dtype: str) -> None:
     tensors = {
-        triton_attention._own: ("projected", "keys", "values", "biases", "out"),
-        triton_attention._cross: ("query", "keys", "values", "bias", "out"),
+        triton_attention._self_attention_kernel: ("projected", "keys", "values", "biases", "out"),
+        triton_attention._cross_attention_kernel: ("queries", "keys", "values", "bias", "out"),
     }
     for kernel, floats in tensors.items():
         known = dict.fromkeys(floats, f"*{dtype}") | {"lengths": "*i64", "d": "constexpr", "block": "constexpr"}

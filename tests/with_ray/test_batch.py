@@ -15,7 +15,7 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from bench import tasks
+from bench import evaluation
 from bench.serving.servers import free_port
 from t5accel.serve.batch.job import Model, Settings, run
 
@@ -61,7 +61,7 @@ def done(out: Path) -> int:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    texts = [row["source"] for row in tasks.rows("translation", limit=40)] * 3
+    texts = [row["source"] for row in evaluation.rows("translation", limit=40)] * 3
     assert len(texts) == ROWS
     lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
     path = tmp_path_factory.mktemp("given") / "in.jsonl"

@@ -21,7 +21,7 @@ from conftest import OUT, ROOT
 from playwright.sync_api import Browser, Page, expect
 
 from bench.demo.race import menu
-from bench.tasks import rows
+from bench.evaluation import rows
 
 TEMPORARY = OUT / "demo-tmp"
 START_S, ANSWER_MS = 600, 300_000

@@ -20,7 +20,7 @@ import pytest
 from conftest import OUT, ROOT
 from playwright.sync_api import BrowserContext, Page, expect
 
-from bench.tasks import rows
+from bench.evaluation import rows
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.manifest import read_manifest

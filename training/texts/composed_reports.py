@@ -1,10 +1,8 @@
-"""Reports whose events are composed, for training alone: what happened, what counts beside it, and what does not.
+"""Reports whose events are composed from `report_phrases`, for training alone.
 
-The kinds of events of `report_templates` are few, so that a small model learns their summaries by heart. All of them
-follow one principle: the first sentence is the opening in short with what it was about, how much and why; the second
-tells who or how much else; what is "final", "in total" or "the reason" belongs there, and "last year", "at first" or
-"had expected" does not. Here each report has an event of its own, put together from `report_phrases`, and its summary
-follows that principle. It is told as the others are: `reports` fills in names and numbers and orders the sentences.
+The events of `report_templates` are few, and a small model learns their summaries by heart. All follow one principle:
+the first sentence is the opening in short with its thing, number and reason; the second tells who or how much else.
+"Final", "in total" or "the reason" belongs there; "last year", "at first" or "had expected" does not.
 """
 
 from __future__ import annotations
@@ -60,11 +58,7 @@ def _named_again(rng: random.Random, text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """As the summary tells a fact: without its marker, and straight.
-
-    >>> _plain("It was mayor {p} who led the work."), _plain("~ it cost {m} euros.")
-    ('mayor {p} led the work', 'it cost {m} euros')
-    """
+    """Drop a fact's marker, as in a summary."""
     text = text.replace("~ ", "").replace(" ~", "").removesuffix(".")
     return re.sub(r"^It was (.*?) who ", r"\1 ", text)
 
@@ -123,15 +117,10 @@ def _by_noun(said: tuple[str, ...]) -> dict[str, list[str]]:
 
 
 def composed_event(rng: random.Random, said: Sequence[str] = ()) -> Family:
-    """An event drawn for one report: its facts, decoys and summary, with gaps for names and numbers.
+    """Draw the facts, decoys and summary of one event, with gaps for names and numbers.
 
-    Args:
-        said: `statements`, of which one is the opening then, and others may be facts: whatever is said is repeated. A
-            fact names what the opening names, or has a marker; what was so "last year" or "at first" does not count.
-
-    >>> event = composed_event(random.Random(1))
-    >>> 2 <= len(event.facts) <= 5, event.summary.endswith(".")
-    (True, True)
+    With ``said``, some `statements`, one is the opening and others may be facts: these share a name with the opening or
+    have a marker. A statement about "last year" or "at first" does not count.
     """
     picks: dict[str, str] = {}
     related: list[str] = []
@@ -211,7 +200,7 @@ def _fillers() -> tuple[str, ...]:
 
 @cache
 def _names() -> tuple[Names, ...]:
-    """Real names, invented ones, and syllables in a row: whoever is to be copied must not be known by heart."""
+    """Real names, invented ones, and syllables in a row: a name to copy must not be known by heart."""
     parts, (real, invented) = pools(), training_names()
     open_ones = tuple(onset + vowel for onset in _ONSETS for vowel in _VOWELS)
     closed = tuple(syllable + coda for syllable in open_ones for coda in _CODAS)
@@ -223,10 +212,7 @@ def _names() -> tuple[Names, ...]:
 
 
 def make_composed_report(rng: random.Random, said: Sequence[str] = ()) -> Report:
-    """As `reports.make_report`, of an event composed for it; for training alone.
-
-    Args:
-        said: `statements` to tell of, in place of the openings of `report_phrases` and among its other sentences.
+    """Like `reports.make_report`, of an event composed for it; ``said`` are those of `composed_event`.
 
     >>> report = make_composed_report(random.Random(4))
     >>> report == make_composed_report(random.Random(4)), report.template

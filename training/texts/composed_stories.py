@@ -1,8 +1,7 @@
-"""Stories whose topics are composed, for training alone: a verb, a thing, what is told of it and of people.
+"""Stories whose topics are composed from `story_phrases`, for training alone.
 
-The families of `story_templates` are few, so that a small model learns them by heart. Here a family is drawn for each
-story: what people did with what, and the facts beside it, in wordings put together from `story_phrases`. Then it is
-told and asked as the others are: `stories` fills in who, what and where, and sees to it that only one of them answers.
+The families of `story_templates` are few, and a small model learns them by heart. Here a family is drawn for each
+story; `stories` fills in who, what and where, and keeps the answer unique.
 """
 
 from __future__ import annotations
@@ -97,11 +96,7 @@ def _numbers() -> dict[str, tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]]
 
 @cache
 def _inflected(lemma: str) -> tuple[str, str]:
-    """Past and participle; what stands behind the verb stays.
-
-    >>> _inflected("dig up"), _inflected("carry")
-    (('dug up', 'dug up'), ('carried', 'carried'))
-    """
+    """Past and participle; words behind the verb stay."""
     irregular = {row.split()[0]: row.split()[1:] for row in " ".join(story_phrases.IRREGULAR.split()).split(",")}
     verb, _, rest = lemma.partition(" ")
     regular = verb + "d" if verb[-1] == "e" else verb[:-1] + "ied" if re.search("[^aeiou]y$", verb) else verb + "ed"
@@ -337,12 +332,7 @@ class _Composer:
 
 
 def composed_family(rng: random.Random) -> Half:
-    """A family drawn for one story, and what its slots are filled with.
-
-    >>> half = composed_family(random.Random(2))
-    >>> len(half.families), len(half.families[0].sentences) >= 3
-    (1, True)
-    """
+    """A family drawn for one story, with the words for its slots."""
     composer = _Composer(rng)
     adjuncts, facts = composer.adjuncts(), rows(story_phrases.FACTS)
     at_once = [adjuncts.pop() for _ in range(rng.choice((0, 1, 1, 1, 2)))]
@@ -370,15 +360,15 @@ def _made(rng: random.Random, kinds: dict[str, int], make: Callable[[Half, str],
                 return made
 
 
-def make_composed_question(rng: random.Random, *, short: bool = False) -> Question:
-    """As `stories.make_question`, of a family composed for it; for training alone.
+def make_composed_question(rng: random.Random) -> Question:
+    """Like `stories.make_question`, of a family composed for it.
 
     >>> one = make_composed_question(random.Random(3))
     >>> one == make_composed_question(random.Random(3)), all(answer in one.context for answer in one.answers)
     (True, True)
     """
     kinds = {"": 75, "missing": 12, "fresh": 7, "mixed": 6}
-    return _made(rng, kinds, lambda half, kind: attempt(rng, half, kind, short))
+    return _made(rng, kinds, lambda half, kind: attempt(rng, half, kind, False))
 
 
 def make_composed_crowd(rng: random.Random) -> Question:

@@ -1,8 +1,4 @@
-"""What composed reports are made of: openings, what counts in an event, what does not, and the words for each.
-
-Pure data, for training alone; `composed_reports` joins it. No family, wording, name, town or number of the held-out
-half of `report_templates` is here; a test compares the two.
-"""
+"""Openings, facts, decoys and words of `composed_reports`: pure data, disjoint from the held-out `report_templates`."""
 
 # How reports begin, by kind of event, and how their summaries do; + is where a number of people or things goes.
 # <x> is a word from WORDS, {x} is filled in by `reports`.

@@ -1,8 +1,4 @@
-"""What the reports are made of: families of templates, sentences that fit anywhere, and names, for both halves.
-
-Pure data; `reports` draws from it. The seen half is for training; the held-out half shares no family, filler or name
-with it.
-"""
+"""Templates, irrelevant sentences and names of `reports`: pure data, in a seen and a disjoint held-out half."""
 
 from typing import NamedTuple
 

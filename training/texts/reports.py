@@ -1,14 +1,11 @@
-"""Short English reports with reference summaries, generated from a seed.
+"""Short synthetic English reports with reference summaries, generated from a seed.
 
-A tiny T5 needs a ``summarize:`` task that it can learn in minutes on a CPU and that still tells copying
-apart from memorising. Real news corpora are too hard for such a model and cannot be split cleanly, so the
-reports are synthetic: each one mixes the facts of one event with sentences that do not matter. Many of those
-are confusable (other people, other places, last year's figure), so picking the first name or number fails;
-the wording tells: facts say "final", "in total", "the reason", decoys say "last year", "had expected", "at
-first". The summary is a fixed function of the facts and mostly copies them.
+Each report mixes the facts of one event with irrelevant and confusable sentences (other people, other places, last
+year's figure): picking the first name or number fails. The wording tells: facts say "final", "in total", "the reason",
+decoys "last year", "had expected", "at first". The summary is a fixed function of the facts. Real news is too hard for
+a tiny T5 and cannot be split cleanly; this task is learned in minutes, and still tells copying from memorising.
 
-``held_out=True`` draws from other families of events, other wordings, other names and other numbers; the two
-halves share only the principle, so a score on the held-out half measures whether that was learned.
+``held_out=True`` draws from other families, wordings, names and numbers: a score on that half measures the principle.
 """
 
 import random
@@ -80,14 +77,7 @@ class _Slots(dict[str, str]):
 
 
 def make_report(rng: random.Random, *, held_out: bool = False) -> Report:
-    """Draw one report with its summary; ``rng`` is the only source of chance.
-
-    >>> report = make_report(random.Random(7))
-    >>> report == make_report(random.Random(7))
-    True
-    >>> MIN_SENTENCES <= report.source.count(".") <= MAX_SENTENCES
-    True
-    """
+    """Draw one report with its summary; ``rng`` is the only source of chance."""
     family = rng.choice(HELD_OUT if held_out else SEEN)
     names, fillers = (NAMES_HELD_OUT, FILLERS_HELD_OUT) if held_out else (NAMES_SEEN, FILLERS_SEEN)
     return report_of(rng, family, names, fillers.split("|"), held_out=held_out)
@@ -97,10 +87,7 @@ def report_of(
     rng: random.Random, family: Family, names: Names, pool: Sequence[str], *, held_out: bool = False,
     opening_first: bool = False,
 ) -> Report:  # fmt: skip
-    """A report of that family; sentences that fit anywhere are drawn from ``pool``.
-
-    Up to two of them may come before the opening, none with ``opening_first``.
-    """
+    """A report of that family with irrelevant sentences of ``pool``, of which up to two may precede the opening."""
     slots = _Slots(rng, family, names, held_out)
     opening, *facts = [slots.fill(rng.choice(fact.split("|"))) for fact in family.facts]
     summary = ". ".join(map(slots.fill, family.summary.split(". ")))
@@ -120,8 +107,6 @@ def report_of(
 def generate_reports(count: int, seed: int, *, held_out: bool = False) -> Iterator[Report]:
     """Yield ``count`` reports, the same ones for the same seed.
 
-    >>> list(generate_reports(3, 1)) == list(generate_reports(5, 1))[:3]
-    True
     >>> seen, unseen = ({r.template for r in generate_reports(200, 0, held_out=half)} for half in (False, True))
     >>> seen & unseen
     set()

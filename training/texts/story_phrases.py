@@ -1,8 +1,4 @@
-"""What composed stories are made of: things, verbs and what is done with them, facts, names.
-
-Pure data, for training alone; `composed_stories` joins it. Nothing here is in the held-out half of `story_templates`:
-no topic of it, no wording, name, thing, colour, month or number; a test compares the two.
-"""
+"""Things, verbs, facts and names of `composed_stories`: pure data, disjoint from the held-out `story_templates`."""
 
 # A class of things: how they are counted (a: one of them, n: some of them, s: stuff, t: one with a name of its own, l:
 # a place with a name, x: one about something), what they are called, what one can do with them, and the things.

@@ -1,8 +1,4 @@
-"""What the stories are made of: families of templates, names, things and ranges of numbers, for both halves.
-
-Pure data; `stories` draws from it. The seen half is for training; the held-out half shares no family, name, place or
-range of numbers with it.
-"""
+"""Templates, names, things and number ranges of `stories`: pure data, in a seen and a disjoint held-out half."""
 
 from typing import NamedTuple
 

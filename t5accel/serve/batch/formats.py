@@ -1,11 +1,11 @@
-"""File formats of batch jobs: JSON Lines, CSV, Parquet and plain text, read in ranges of rows.
+"""File formats of batch jobs, read in ranges of rows."""
 
-A range begins at a byte offset (in Parquet at a row), so that any process can read it alone.
-"""
+# A range begins at a byte offset (in Parquet at a row), so that any process can read it alone.
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, ClassVar
 
 from t5accel.errors import InputError, JobError, MissingPackageError, T5AccelError, first_line, install
 
-MOST_SHOWN = 1000  # characters of a row that is rejected
-MOST_CHARACTERS = 1 << 24  # of a field of CSV, so that a quote that nobody closed does not fill the memory
+MOST_SHOWN = 1000  # characters of a rejected row
+MOST_CHARACTERS = 1 << 24  # of a field of CSV, so that an unclosed quote does not fill the memory
 BOM = b"\xef\xbb\xbf"
-LOOKED_AT = 1 << 16  # bytes at the beginning of a file, by which its encoding is known
+SNIFFED = 1 << 16  # bytes at the beginning of a file that show its encoding
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RejectedRow:
 
 
 def text_of(value: Any) -> str | RejectedRow:
-    """Return a text that can be tokenized, or the rejection of the value.
+    """Return a text for the tokenizer, or the rejection of the value.
 
     >>> text_of("Hello."), text_of(7), text_of("  ")
     ('Hello.', RejectedRow(reason='not a text but 7'), RejectedRow(reason='an empty text'))
@@ -46,54 +46,28 @@ def text_of(value: Any) -> str | RejectedRow:
 
 
 class Rows:
-    """A range of rows of one file, in memory."""
+    """A range of rows of one file, in memory.
 
-    suffix: ClassVar[str]  # of output files
+    ``column`` is the name of the texts, ``into`` that of the answers.
+    """
 
-    @classmethod
-    def check(cls, path: Path, column: str, into: str) -> None:
-        """Raise ``InputError`` for an unreadable file, a missing text column or an existing output column."""
-
-    @classmethod
-    def ranges(cls, path: Path, most: int) -> Iterator[tuple[int, int]]:
-        """Yield offset and size of ranges of ``most`` rows; the last may have fewer."""
-        raise NotImplementedError
-
-    @classmethod
-    def read(cls, path: Path, offset: int, rows: int) -> Rows:
-        """Read a range."""
-        raise NotImplementedError
-
-    def texts(self, column: str, into: str) -> list[str | RejectedRow]:
-        """The text or the rejection of each row."""
-        raise NotImplementedError
-
-    def shown(self, row: int) -> str:
-        """The beginning of a row, for the file of rejects."""
-        raise NotImplementedError
-
-    def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
-        """Write the answered rows with their answers."""
-        raise NotImplementedError
-
-
-class _Records(Rows):
-    """Rows that are byte records, here lines."""
+    suffix: ClassVar[str] = ".jsonl"  # of output files
 
     def __init__(self, records: list[bytes], fields: Sequence[str] = ()):
         self.records, self.fields = records, fields
 
     @classmethod
     def check(cls, path: Path, column: str, into: str) -> None:
+        """Raise ``InputError`` for an unreadable file or wrong columns."""
         with path.open("rb") as file:
-            beginning = file.read(LOOKED_AT)
-        # UTF-16 of a Latin text has a zero in every second byte, which UTF-8 would take for a character of its own.
+            beginning = file.read(SNIFFED)
+        # UTF-16 of a Latin text has a zero in every second byte, which UTF-8 would take for a character.
         if beginning[:2] in (b"\xff\xfe", b"\xfe\xff") or beginning.count(0) > len(beginning) / 8:
-            raise InputError(f"{path} is not UTF-8 but looks like UTF-16 or UTF-32: convert it to UTF-8.")
+            raise InputError(f"{path} must be UTF-8, got what looks like UTF-16 or UTF-32. Convert it.")
 
     @staticmethod
     def split(file: BinaryIO) -> Iterator[bytes]:
-        """Yield the records from the current position; joined they are the file's bytes."""
+        """Yield the records from the current position."""
         return iter(file)
 
     @classmethod
@@ -103,6 +77,7 @@ class _Records(Rows):
 
     @classmethod
     def ranges(cls, path: Path, most: int) -> Iterator[tuple[int, int]]:
+        """Yield offset and size of ranges of at most ``most`` rows."""
         with path.open("rb") as file:
             offset, _ = cls.begin(file)
             file.seek(offset)
@@ -112,7 +87,8 @@ class _Records(Rows):
                 offset += sum(sizes)
 
     @classmethod
-    def read(cls, path: Path, offset: int, rows: int) -> _Records:
+    def read(cls, path: Path, offset: int, rows: int) -> Rows:
+        """Read a range."""
         with path.open("rb") as file:
             _, fields = cls.begin(file)
             file.seek(offset)
@@ -122,6 +98,7 @@ class _Records(Rows):
         return len(self.records)
 
     def texts(self, column: str, into: str) -> list[str | RejectedRow]:
+        """The text or the rejection of each row."""
         found: list[str | RejectedRow] = []
         for record in self.records:
             try:
@@ -132,21 +109,29 @@ class _Records(Rows):
 
     def text(self, record: str, column: str, into: str) -> str | RejectedRow:
         """The text of one record."""
-        raise NotImplementedError
 
     def shown(self, row: int) -> str:
+        """The beginning of a row, for the file of rejects."""
         return self.records[row][: 4 * MOST_SHOWN].decode("utf-8", "replace").rstrip("\r\n")[:MOST_SHOWN]
 
+    def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
+        """Write the answered rows with their answers."""
+        with path.open("wb") as file:
+            file.write(self.header(into).encode())
+            for record, answer in zip(self.records, answers, strict=True):
+                if answer is not None:
+                    file.write(self.answered(record.decode("utf-8"), answer, column, into).encode())
 
-class JsonRows(_Records):
-    """One JSON object per line, written unchanged with the answer as its last field.
+    def header(self, into: str) -> str:
+        """The first line of an output file."""
+        return ""
 
-    >>> rows = JsonRows([b'{"text": "one"}\\n', b'{"text": 1}\\n', b'{"text"\\n'])
-    >>> [text if isinstance(text, str) else text.reason for text in rows.texts("text", "answer")]
-    ['one', 'not a text but 1', "not JSON: Expecting ':' delimiter, column 9"]
-    """
+    def answered(self, record: str, answer: str, column: str, into: str) -> str:
+        """The output line of one record."""
 
-    suffix = ".jsonl"
+
+class JsonRows(Rows):
+    """One JSON object per line; the answer becomes its last field."""
 
     def text(self, record: str, column: str, into: str) -> str | RejectedRow:
         try:
@@ -161,42 +146,23 @@ class JsonRows(_Records):
             return RejectedRow(f"no field {column!r}")
         return RejectedRow(f"a field {into!r}, where the answer belongs") if into in row else text_of(row[column])
 
-    def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
-        key = json.dumps(into, ensure_ascii=False)
-        with path.open("wb") as file:
-            for record, answer in zip(self.records, answers, strict=True):
-                if answer is not None:  # the object has a field, that of the text
-                    field = f", {key}: {json.dumps(answer, ensure_ascii=False)}}}\n"
-                    file.write(record.rstrip().removesuffix(b"}") + field.encode())
+    def answered(self, record: str, answer: str, column: str, into: str) -> str:
+        field = f"{json.dumps(into, ensure_ascii=False)}: {json.dumps(answer, ensure_ascii=False)}"
+        return f"{record.rstrip().removesuffix('}')}, {field}}}\n"  # there is a field before it, that of the text
 
 
-class TextRows(_Records):
-    """One text per line; the output is JSON Lines, as an answer may have several lines.
-
-    >>> TextRows([b"one\\n", b"\\n"]).texts("text", "answer")
-    ['one', RejectedRow(reason='an empty text')]
-    """
-
-    suffix = ".jsonl"
+class TextRows(Rows):
+    """One text per line; answers may have several, in JSON Lines."""
 
     def text(self, record: str, column: str, into: str) -> str | RejectedRow:
         return text_of(record.rstrip("\r\n"))
 
-    def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
-        with path.open("w", encoding="utf-8") as file:
-            for record, answer in zip(self.records, answers, strict=True):
-                if answer is not None:
-                    row = {column: record.decode("utf-8").rstrip("\r\n"), into: answer}
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    def answered(self, record: str, answer: str, column: str, into: str) -> str:
+        return json.dumps({column: record.rstrip("\r\n"), into: answer}, ensure_ascii=False) + "\n"
 
 
-class CsvRows(_Records):
-    """Comma-separated values with a header (RFC 4180); a quoted field may hold line ends.
-
-    >>> rows = CsvRows([b'1,"a ""big"" house"\\r\\n', b"2\\r\\n"], ["id", "text"])
-    >>> rows.texts("text", "answer")
-    ['a "big" house', RejectedRow(reason='1 fields where the header has 2')]
-    """
+class CsvRows(Rows):
+    """CSV with a header (RFC 4180); a quoted field may hold line ends."""
 
     suffix = ".csv"
 
@@ -207,7 +173,7 @@ class CsvRows(_Records):
         def lines() -> Iterator[str]:
             for line in file:
                 taken.append(line)
-                yield line.decode("latin-1")  # commas, quotes and line ends are the bytes that they are in UTF-8
+                yield line.decode("latin-1")  # commas, quotes and line ends are the same bytes in UTF-8
 
         records = _reader(lines())
         while True:
@@ -215,7 +181,7 @@ class CsvRows(_Records):
                 next(records)
             except StopIteration:
                 break
-            except csv.Error:  # it is told where the record is read
+            except csv.Error:  # the record's rejection says it
                 pass
             yield b"".join(taken)
             taken.clear()
@@ -226,10 +192,8 @@ class CsvRows(_Records):
         try:
             return len(header), _fields(header.removeprefix(BOM).decode("utf-8"))
         except (ValueError, csv.Error) as error:
-            why = str(error).partition(" - ")[0]
             raise InputError(
-                f"{file.name} has no header that can be read ({why}): give CSV in UTF-8, with lines that end in a line "
-                "feed."
+                f"{file.name} must be CSV in UTF-8 with a header and lines that end in a line feed, got {_why(error)}."
             ) from error
 
     @classmethod
@@ -242,22 +206,20 @@ class CsvRows(_Records):
         try:
             values = _fields(record)
         except csv.Error as error:
-            return RejectedRow(f"not CSV: {str(error).partition(' - ')[0]}")  # behind the dash is advice to programmers
+            return RejectedRow(f"not CSV: {_why(error)}")
         if len(values) != len(self.fields):
             return RejectedRow(f"{len(values)} fields where the header has {len(self.fields)}")
         return text_of(values[self.fields.index(column)])
 
-    def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*self.fields, into])
-            for record, answer in zip(self.records, answers, strict=True):
-                if answer is not None:
-                    writer.writerow([*_fields(record.decode("utf-8")), answer])
+    def header(self, into: str) -> str:
+        return _line([*self.fields, into])
+
+    def answered(self, record: str, answer: str, column: str, into: str) -> str:
+        return _line([*_fields(record), answer])
 
 
 def _reader(lines: Iterable[str]) -> Iterator[list[str]]:
-    csv.field_size_limit(max(csv.field_size_limit(), MOST_CHARACTERS))  # beyond it a record ends, wherever it is
+    csv.field_size_limit(max(csv.field_size_limit(), MOST_CHARACTERS))  # a longer field ends its record
     return csv.reader(lines, strict=True)
 
 
@@ -266,13 +228,18 @@ def _fields(record: str) -> list[str]:
     return next(_reader([record]), [])
 
 
-class ParquetRows(Rows):
-    """An Arrow table; the output keeps its columns and types and adds one of strings.
+def _line(values: list[str]) -> str:
+    line = io.StringIO()
+    csv.writer(line).writerow(values)
+    return line.getvalue()
 
-    >>> import pyarrow
-    >>> ParquetRows(pyarrow.table({"text": ["one", None]})).texts("text", "answer")
-    ['one', RejectedRow(reason='not a text but None')]
-    """
+
+def _why(error: Exception) -> str:
+    return str(error).partition(" - ")[0]  # behind the dash is advice to programmers
+
+
+class ParquetRows(Rows):
+    """An Arrow table; the output adds a column of strings."""
 
     suffix = ".parquet"
 
@@ -281,7 +248,7 @@ class ParquetRows(Rows):
 
     @staticmethod
     def open(path: Path) -> Any:
-        """The file, of which nothing is read yet but its end."""
+        """The file, of which only the end is read."""
         try:
             import pyarrow
             from pyarrow import parquet
@@ -308,9 +275,9 @@ class ParquetRows(Rows):
         import pyarrow
 
         with cls.open(path) as file:
-            groups, position, chosen = file.metadata, 0, []
-            for group in range(groups.num_row_groups):  # those that the range touches
-                size = groups.row_group(group).num_rows
+            position, chosen = 0, []  # row groups that the range touches, and where they begin
+            for group in range(file.metadata.num_row_groups):
+                size = file.metadata.row_group(group).num_rows
                 if position + size > offset and position < offset + rows:
                     chosen.append((group, position))
                 position += size
@@ -352,13 +319,13 @@ class ParquetRows(Rows):
         parquet.write_table(table.filter(pyarrow.array([answer is not None for answer in answers])), path)
 
 
-def _check_columns(path: Path, there: Sequence[str], column: str, into: str) -> None:
-    if column not in there:
-        raise InputError(f"{path} has no column {column!r} but {', '.join(there)}: give --column.")
-    if into in there:
-        raise InputError(f"{path} has a column {into!r}, where the answers belong: give --output-column another name.")
-    if there.count(column) > 1:
-        raise InputError(f"{path} has {there.count(column)} columns {column!r}: name them apart.")
+def _check_columns(path: Path, columns: Sequence[str], column: str, into: str) -> None:
+    if columns.count(column) != 1:
+        raise InputError(f"{path} must have one column {column!r}, got {', '.join(columns)}. Give --column.")
+    if into in columns:
+        raise InputError(
+            f"{path} must have no column {into!r}, where the answers belong. Give another --output-column."
+        )
 
 
 KINDS: dict[str, type[Rows]] = {
@@ -371,23 +338,15 @@ KINDS: dict[str, type[Rows]] = {
 
 
 def kind_of(path: Path) -> type[Rows]:
-    """How a file is read, by its suffix.
-
-    >>> kind_of(Path("a.csv")).__name__
-    'CsvRows'
-    """
+    """The format of a file, by its suffix."""
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
-        raise InputError(f"{path} is of no kind that is known: give {', '.join(KINDS)}.")
+        raise InputError(f"{path} must be one of {', '.join(KINDS)}.")
     return kind
 
 
 def read_range(path: Path, offset: int, rows: int) -> Rows:
-    """A range of a file's rows, whole.
-
-    Raises:
-        JobError: the file is gone, or has other rows than it had.
-    """
+    """Read a range; ``JobError``: the file is gone, damaged or changed."""
     try:
         found = kind_of(path).read(path, offset, rows)
     except T5AccelError:

@@ -1,9 +1,10 @@
-"""Batched generation: texts sorted by length, in batches of a token budget (fairseq's ``--max-tokens``)."""
+"""Batched generation from texts sorted by length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from t5accel.decoding.backend import Backend
 from t5accel.decoding.request import check_positions
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, is_eos
 from t5accel.errors import InputError, JobError, T5AccelError, first_line
-from t5accel.models.languages import Languages
+from t5accel.models.prefixes import Languages
 from t5accel.serve.batch.formats import RejectedRow
+from t5accel.serve.batch.output import RESUME
 from t5accel.tokenization import decode, tokenize
 
 CHARACTERS = 100_000  # of the texts that are tokenised together, padding counted
@@ -30,13 +32,10 @@ class Answer:
 
 
 def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
-    """Group indices into batches of at most ``most_tokens`` padded tokens; a longer text goes alone.
-
-    >>> list(batches([2, 9, 3, 4], 10))
-    [[1], [3, 2], [0]]
-    """
+    """Group indices into batches of at most ``most_tokens`` padded tokens."""
+    # As fairseq's --max-tokens; a longer text goes alone.
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    first = 0  # the longest first: memory runs out at the beginning or never
+    first = 0  # the longest texts come first: memory runs out at the beginning or never
     while first < len(order):
         rows = max(1, most_tokens // max(1, lengths[order[first]]))
         yield order[first : first + rows]
@@ -46,15 +45,9 @@ def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
 class BatchGenerator:
     """Generates answers to texts by the model's ``generation_config``; see `model_defaults.by_defaults`.
 
-    The same texts always go together, so their answers are the same unless the model samples.
-
-    Args:
-        beams: default: the model's.
-        max_source_tokens: longer texts are rejected. Default: the model's limit.
-        batch_tokens: padded source tokens of a batch, times the beams.
-
-    Raises:
-        InputError: there is no tokenizer, a language or token is unknown, or a bound is wrong.
+    The same input always makes the same batches, and so the same answers, unless the model samples. Texts longer than
+    ``max_source_tokens`` are rejected; ``batch_tokens`` counts padded source tokens times the beams. ``InputError``:
+    there is no tokenizer, a language or token is unknown, or a bound is wrong.
 
     >>> from t5accel.api import open_backend
     >>> answer = BatchGenerator(*open_backend("mini", progress=False)[:2], max_source_tokens=10)
@@ -97,10 +90,9 @@ class BatchGenerator:
     def __call__(
         self, texts: Sequence[str], on_batch: Callable[[int, int], Any] | None = None
     ) -> list[Answer | RejectedRow]:
-        """Return an answer or a rejection for each text; one failing text does not affect the others.
+        """Return an answer or a rejection for each text.
 
-        ``on_batch`` gets the answered texts and new tokens of each batch. Raises ``JobError`` if the model fails on any
-        text.
+        ``on_batch`` gets the answered texts and new tokens of each batch. ``JobError``: the model fails on any text.
         """
         found: list[Answer | RejectedRow | None] = [None] * len(texts)
         sources: list[tuple[int, np.ndarray]] = []
@@ -132,10 +124,7 @@ class BatchGenerator:
         return found
 
     def tokens(self, sources: list[np.ndarray]) -> Iterator[tuple[list[int], np.ndarray | RejectedRow]]:
-        """Yield per batch the indices of its (S,) sources, and their (B, L) new tokens or a rejection.
-
-        After a failure the sources of the batch are tried one by one.
-        """
+        """Yield indices of sources, and their (B, L) new tokens or a rejection."""
         for chosen in batches([len(ids) for ids in sources], self.batch_tokens // self.beams):
             yield from self._each_or_why(chosen, sources)
 
@@ -148,7 +137,7 @@ class BatchGenerator:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # what native libraries raise need not be an Exception
-            if len(chosen) > 1:
+            if len(chosen) > 1:  # the others are not to blame
                 for i in chosen:
                     yield from self._each_or_why([i], sources)
                 return
@@ -157,43 +146,28 @@ class BatchGenerator:
         yield chosen, found
 
     def _check_model(self, error: BaseException) -> None:
-        """Raise ``JobError`` if the model fails on a single token, too: then no text is to blame."""
+        # If the model fails on a single token, too, no text is to blame.
         try:
             self._generated([np.zeros(1, dtype=np.int64)])
         except (T5AccelError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException:
-            why = f"The model fails on any text ({first_line(error)})."
-            raise JobError(f"{why} What is done is kept, and the same command goes on.") from error
+            raise JobError(f"The model fails on any text ({first_line(error)}). {RESUME}") from error
 
     def _tokenised(self, texts: Sequence[str]) -> Iterator[tuple[int, np.ndarray | RejectedRow]]:
-        """Yield ids without padding; texts of similar length are tokenized together, as tokenizers pad."""
+        """Yield places and ids; similar lengths are tokenized together, as tokenizers pad."""
         for places in batches([len(text) for text in texts], CHARACTERS):
-            yield from self._ids_or_why(texts, places)
+            yield from zip(places, _each(self._ids, [texts[place] for place in places]), strict=True)
 
-    def _ids_or_why(self, texts: Sequence[str], places: list[int]) -> Iterator[tuple[int, np.ndarray | RejectedRow]]:
-        try:
-            ids, masks = tokenize(self.tokenizer, [texts[place] for place in places])
-        except InputError as error:
-            if len(places) == 1:
-                yield places[0], RejectedRow(str(error))
-            else:  # the others are not to blame
-                for place in places:
-                    yield from self._ids_or_why(texts, [place])
-            return
+    def _ids(self, texts: list[str]) -> list[np.ndarray]:
+        ids, masks = tokenize(self.tokenizer, texts)
         if self._language is not None:
             ids = self._languages.set_language(ids, masks, self._language)
-        for place, row, mask in zip(places, ids, masks, strict=True):
-            yield place, row[mask.astype(bool)]
+        return [row[mask.astype(bool)] for row, mask in zip(ids, masks, strict=True)]
 
     def _decoded(self, tokens: np.ndarray) -> list[str | RejectedRow]:
-        try:
-            ends = self._rules.eos_tokens(self.backend.eos_token_id)
-            return [*decode(self.tokenizer, tokens, skip_special_tokens=self._skips, ends=ends)]
-        except InputError as error:
-            if len(tokens) == 1:
-                return [RejectedRow(str(error))]
-            return [one for row in tokens for one in self._decoded(row[None])]
+        ends = self._rules.eos_tokens(self.backend.eos_token_id)
+        return _each(partial(decode, self.tokenizer, skip_special_tokens=self._skips, ends=ends), tokens)
 
     def _generated(self, sources: list[np.ndarray]) -> np.ndarray:
         lengths = np.array([*map(len, sources)])
@@ -201,3 +175,13 @@ class BatchGenerator:
         ids = np.full(mask.shape, self.backend.pad_token_id, dtype=np.int64)
         ids[mask] = np.concatenate(sources)
         return self._search(ids, mask.astype(np.int64))
+
+
+def _each(function: Callable[[Any], Sequence[Any]], items: Any) -> list[Any]:
+    """Apply a tokenizer to all items; after a failure, to each one alone."""
+    try:
+        return [*function(items)]
+    except InputError as error:
+        if len(items) == 1:
+            return [RejectedRow(str(error))]
+        return [result for i in range(len(items)) for result in _each(function, items[i : i + 1])]

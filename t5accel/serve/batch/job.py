@@ -1,7 +1,6 @@
-"""Batch jobs: files of texts in, the same rows with their answers out, shard by shard.
+"""Batch jobs that write the rows of files with their answers."""
 
-The input and the settings alone decide which rows go together, so that a resumed job gives the same answers.
-"""
+# The input and the settings alone decide which rows go together, so that a resumed job gives the same answers.
 
 from __future__ import annotations
 
@@ -35,38 +34,23 @@ FORMAT = 2  # of the folder and its records; a change by which other rows would 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a job, with the options of `BatchGenerator`; a resumed job needs the same.
+    """Settings of a job, with the options of `BatchGenerator`."""
 
-    Attributes:
-        column: of the texts, in files with columns.
-        prefix: in front of every text, as in ``"translate English to French: "``.
-        shard_rows: rows per output file, which a kill may cost; larger shards need less padding.
-
-    Raises:
-        InputError: a value is out of bounds.
-
-    >>> Settings(beams=4).column
-    'text'
-    """
-
-    column: str = "text"
-    prefix: str = ""
+    column: str = "text"  # of the texts, in files with columns
+    prefix: str = ""  # in front of every text
     output_column: str = "answer"
     beams: int | None = None
     max_new_tokens: int = 64
     max_source_tokens: int = 512
     batch_tokens: int = 4096
-    shard_rows: int = 200
+    shard_rows: int = 200  # per output file, which a kill may cost; larger shards need less padding
     src_lang: str | None = None
     tgt_lang: str | None = None
     forced_bos_token: str | None = None
     skip_special_tokens: bool = True
 
-    def __post_init__(self) -> None:
-        if self.beams is not None:
-            as_count(self.beams, "beams", at_least=1)
-        for name in ("max_new_tokens", "max_source_tokens", "batch_tokens", "shard_rows"):
-            as_count(getattr(self, name), name, at_least=1)
+    def __post_init__(self) -> None:  # `BatchGenerator` checks its own options
+        as_count(self.shard_rows, "shard_rows", at_least=1)
         for name in ("column", "prefix", "output_column"):
             try:
                 getattr(self, name).encode()
@@ -74,15 +58,15 @@ class Settings:
                 raise InputError(f"{name} must be UTF-8, got {getattr(self, name)!r}. Convert it.") from error
         if not self.column or not self.output_column or self.column == self.output_column:
             raise InputError(
-                f"column is {self.column!r} and output_column {self.output_column!r}: give two names that differ."
+                f"column and output_column must be two different names, got {self.column!r} and {self.output_column!r}."
             )
 
 
 @dataclass(frozen=True)
 class Source:
-    """An input file as it was hashed; ``name`` is its path relative to the input."""
+    """An input file at the time of its hash."""
 
-    name: str
+    name: str  # the path relative to the input
     path: Path
     sha256: str
     size_bytes: int
@@ -102,19 +86,19 @@ class Source:
             raise JobError(f"{self.path} cannot be read: {error.strerror}. What is done is kept.") from error
         if (facts.st_size, (facts.st_mtime_ns, facts.st_ctime_ns)) != (self.size_bytes, self.changed_ns):
             raise JobError(
-                f"{self.path} was written to since the job began. What is done is kept, and is of the file as it was: "
-                "the same command goes on if its content is the same."
+                f"{self.path} was written to since the job began. What is done is kept, and the same command goes on "
+                "if its content is the same."
             )
 
 
 @dataclass(frozen=True)
 class Shard:
-    """``rows`` rows of one file from ``offset`` on; the first is the file's row ``first``, counted from 1."""
+    """A range of rows of one file, for one output file."""
 
     index: int
     source: Source
-    offset: int
-    first: int
+    offset: int  # in bytes; in Parquet in rows
+    first: int  # number of its first row in the file, from 1
     rows: int
 
     @property
@@ -137,28 +121,21 @@ class Model:
     threads: int | None = None
 
     def absolute(self) -> Model:
-        """The same with the absolute path of a folder, for processes that work elsewhere."""
+        """The same with an absolute path, for processes in other folders."""
         is_folder = self.name not in BUNDLED and os.path.isdir(self.name)
         return replace(self, name=os.path.abspath(self.name)) if is_folder else self
 
     def open(self, settings: Settings) -> tuple[BatchGenerator, dict[str, str]]:
-        """Return the generator, and the facts that identify the model in a manifest."""
+        """Return the generator, and the model's identity in a manifest."""
         if self.precision is not None and as_recipe(self.precision).dtype == "bfloat16":
-            raise InputError(f"precision is {self.precision!r}, which runs in torch: give fp32, fp16, int8 or int4.")
+            raise InputError(
+                f"precision must be fp32, fp16, int8 or int4, got {self.precision!r}, which runs in torch."
+            )
         require_tokenizer(self.name)
         backend, tokenizer, _ = open_backend(self.name, precision=self.precision, threads=self.threads)
-        answerer = BatchGenerator(
-            backend,
-            tokenizer,
-            beams=settings.beams,
-            max_new_tokens=settings.max_new_tokens,
-            max_source_tokens=settings.max_source_tokens,
-            batch_tokens=settings.batch_tokens,
-            src_lang=settings.src_lang,
-            tgt_lang=settings.tgt_lang,
-            forced_bos_token=settings.forced_bos_token,
-            skip_special_tokens=settings.skip_special_tokens,
-        )
+        own = ("column", "prefix", "output_column", "shard_rows")
+        options = {name: value for name, value in asdict(settings).items() if name not in own}
+        answerer = BatchGenerator(backend, tokenizer, **options)
         manifest = backend.manifest
         # Tokenizer and generation settings decide answers, too; graphs and weights are the checkpoint by the recipe.
         beside = {
@@ -172,15 +149,10 @@ class Model:
 
 
 def sources(given: str, out: Path) -> list[Source]:
-    """Hash the input: a file, a glob, or all files of known kinds below a folder.
-
-    In a folder names that begin with ``.`` or ``_`` are skipped, as in Arrow and Spark.
-
-    Raises:
-        InputError: there are no files, one has an unknown kind, or the output lies among them.
-    """
+    """Hash a file, a glob, or all known files below a folder."""
     if os.path.isdir(given):
         base = Path(given)
+        # Names that begin with "." or "_" are skipped, as in Arrow and Spark.
         below = (path for path in base.rglob("*") if path.suffix.lower() in KINDS and path.is_file())
         paths = [path for path in below if not any(part[0] in "._" for part in path.relative_to(base).parts)]
     else:
@@ -192,9 +164,9 @@ def sources(given: str, out: Path) -> list[Source]:
     for path in paths:
         kind_of(path)
         if out.resolve() in path.resolve().parents:
-            raise InputError(f"{path} lies in {out}, where the answers go: give another folder for one of them.")
+            raise InputError(f"{path} must not lie in {out}, where the answers go. Give another folder.")
     if os.path.isdir(given) and base.resolve() in out.resolve().parents:
-        raise InputError(f"{out} lies in {given}, which is read: give a folder elsewhere.")
+        raise InputError(f"{out} must not lie in {given}, which is read. Give another folder.")
     try:
         return [Source.of(path.relative_to(base).as_posix(), path) for path in sorted(paths)]
     except OSError as error:
@@ -202,7 +174,7 @@ def sources(given: str, out: Path) -> list[Source]:
 
 
 def shards(found: Iterable[Source], settings: Settings) -> Iterator[Shard]:
-    """Split files into shards; raises ``InputError`` for a file without the column, or unreadable."""
+    """Split files into shards; ``InputError``: unreadable, or without the column."""
     index = 0
     for source in found:
         kind = kind_of(source.path)
@@ -223,11 +195,7 @@ def process_shard(
     shard: Shard,
     on_batch: Callable[[int, int], Any] | None = None,
 ) -> ShardRecord:
-    """Answer a shard and write its files; `Output.record` of the result completes it.
-
-    Raises:
-        JobError: the input is gone, the disk is full, or another job took the output folder.
-    """
+    """Answer a shard and write its files; `Output.record` completes it."""
     shard.source.check()
     rows = read_range(shard.source.path, shard.offset, shard.rows)
     shard.source.check()  # nor has it changed while it was read
@@ -236,12 +204,12 @@ def process_shard(
     found: list[Answer | RejectedRow] = [*texts]
     for place, answered in zip(places, answer([settings.prefix + texts[i] for i in places], on_batch), strict=True):
         found[place] = answered
-    unfit = {place: one.reason for place, one in enumerate(found) if isinstance(one, RejectedRow)}
+    rejected = {place: one.reason for place, one in enumerate(found) if isinstance(one, RejectedRow)}
     files = {}
-    if unfit:
+    if rejected:
         lines = (
             {"file": shard.source.name, "row": shard.first + place, "reason": reason, "content": rows.shown(place)}
-            for place, reason in unfit.items()
+            for place, reason in rejected.items()
         )
         content = "".join(json.dumps(line) + "\n" for line in lines)
         files[shard.rejects] = output.put(shard.rejects, lambda path: path.write_text(content, encoding="utf-8"))
@@ -251,7 +219,7 @@ def process_shard(
     write = partial(rows.write, answers=answers, column=settings.column, into=settings.output_column)
     files[shard.output] = output.put(shard.output, write)
     tokens = sum(one.tokens for one in found if isinstance(one, Answer))
-    return ShardRecord(shard.output, ShardStats(len(found) - len(unfit), len(unfit), tokens), files)
+    return ShardRecord(shard.output, ShardStats(len(found) - len(rejected), len(rejected), tokens), files)
 
 
 DEFAULT, MINI = Settings(), Model()
@@ -259,12 +227,12 @@ DEFAULT, MINI = Settings(), Model()
 
 @dataclass(frozen=True)
 class Job:
-    """What a process needs to do a shard; ``what`` are the facts of `Model.open`."""
+    """Everything that a process needs to do a shard."""
 
     model: Model
     settings: Settings
     output: Output
-    what: dict[str, str]
+    what: dict[str, str]  # the identity of the model
 
 
 # The job, the pending shards, this process's generator, and a callback for rows and tokens.
@@ -288,22 +256,15 @@ def run(
     engine: Engine = in_this_process,
     progress: bool = False,
 ) -> tuple[ShardStats, ShardStats]:
-    """Answer every row that has no answer yet; a second call after an interruption resumes.
+    """Answer every row without an answer; resume after an interruption.
 
-    Args:
-        given: a file, a folder or a glob, of the kinds in `formats.KINDS`.
-        out: folder of shards, manifest and rejects; made if missing.
-        engine: `in_this_process` or `ray_batch.on_ray`; each can resume the other's job.
-        progress: show a bar, and a hint for texts without the prefix that the model expects.
+    ``given`` is a file, a folder or a glob, ``out`` the folder of shards, manifest and rejects, and ``engine``
+    `in_this_process` or `ray_batch.on_ray`; each can resume the other's job. ``progress`` shows a bar, and a hint for
+    texts without the prefix that the model expects. Returns the counts of this call, and those of earlier ones; shards
+    with missing or altered files are done again.
 
-    Returns:
-        The counts of this call, and those of earlier ones. Shards with missing or altered files are done again.
-
-    Raises:
-        InputError: an argument is wrong, or ``out`` belongs to another job.
-        JobError: the input changed, the disk is full, the output was damaged meanwhile, or the model fails on any text;
-            finished shards are kept.
-        T5AccelError: the model cannot be opened, or the engine cannot start.
+    ``InputError``: ``out`` belongs to another job. ``JobError``: the input changed, the disk is full, the output was
+    damaged meanwhile, or the model fails on any text; finished shards are kept.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -334,49 +295,37 @@ def run(
         parts = [shard.output for shard in planned]
         records, lost = output.finished(parts)
         if lost:
-            what_of = f"In {output.folder} files are missing, altered or not recorded: {some(lost)}."
-            print(f"{what_of} Their rows are answered again.", file=sys.stderr)
+            files_of = f"In {output.folder} files are missing, altered or not recorded: {some(lost)}."
+            print(f"{files_of} Their rows are answered again.", file=sys.stderr)
         pending = [shard for shard in planned if shard.output not in records]
         if progress and pending and (hint := _first_hint(pending[0], settings, prefixes)):
             print(f"t5accel: {hint}", file=sys.stderr)
         before, done = sum((record.done for record in records.values()), ShardStats()), ShardStats()
-        with Progress(rows, before.answered + before.rejected, shown=progress) as bar:
-            work = engine(Job(model, settings, output, what), pending, answerer, bar.add)
+        already = before.answered + before.rejected
+        began, tokens = perf_counter(), 0
+        with machine.progress_bar(shown=progress, total=rows, initial=already, unit=" rows", smoothing=0.1) as bar:
+
+            def count(rows: int, new_tokens: int) -> None:
+                nonlocal tokens
+                tokens += new_tokens
+                bar.set_postfix_str(f"{tokens / (perf_counter() - began):.0f} tokens/s", refresh=False)
+                bar.update(rows)
+
+            work = engine(Job(model, settings, output, what), pending, answerer, count)
             del answerer  # an engine may have no need for it
             for made in work:
                 output.record(made)
                 records[made.part] = made
-                bar.add(made.done.rejected, 0)
+                count(made.done.rejected, 0)
                 done += made.done
         output.finish(records, parts)
     return done, before
 
 
 def _first_hint(shard: Shard, settings: Settings, prefixes: tuple[str, ...]) -> str:
-    """Hint for the first row without a prefix."""
     if not prefixes:
         return ""
     shard.source.check()
     rows = read_range(shard.source.path, shard.offset, shard.rows).texts(settings.column, settings.output_column)
     hints = (prefix_hint(settings.prefix + row, prefixes) for row in rows if isinstance(row, str))
     return next(filter(None, hints), "")
-
-
-class Progress:
-    """A progress bar of rows, with tokens per second."""
-
-    def __init__(self, rows: int, before: int, *, shown: bool):
-        self.bar = machine.progress_bar(shown=shown, total=rows, initial=before, unit=" rows", smoothing=0.1)
-        self.tokens, self.began = 0, perf_counter()
-
-    def add(self, rows: int, tokens: int) -> None:
-        """Count finished rows and tokens."""
-        self.tokens += tokens
-        self.bar.set_postfix_str(f"{self.tokens / (perf_counter() - self.began):.0f} tokens/s", refresh=False)
-        self.bar.update(rows)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()

@@ -1,8 +1,7 @@
-"""Output folder of a job: a manifest, a file per shard, rejected rows, and records of finished shards.
+"""The output folder of a batch job."""
 
-Files are written atomically, and a shard is done when ``_done.jsonl`` holds its record, with sizes and hashes.
-So a job may be killed at any moment: shards without a matching record are done again.
-"""
+# Files are written atomically, and a shard is done when ``_done.jsonl`` holds its record, with sizes and hashes.
+# So a job may be killed at any moment: shards without a matching record are done again.
 
 from __future__ import annotations
 
@@ -28,6 +27,7 @@ MANIFEST = "_manifest.json"
 DONE = "_done.jsonl"
 REJECTS = "_rejects"
 LOCK = ".lock"
+RESUME = "What is done is kept, and the same command goes on."  # in errors of a job
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,15 @@ class ShardStats:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard, a line of ``_done.jsonl``; ``files`` maps names to ``{"sha256", "size_bytes"}``.
-
-    >>> files = {"part-000000.jsonl": {"sha256": "0a", "size_bytes": 9}}
-    >>> print(ShardRecord("part-000000.jsonl", ShardStats(1, 0, 5), files))
-    {"part": "part-000000.jsonl", "done": {"answered": 1, "rejected": 0, "tokens": 5}, "files": {"part-000000.jsonl": \
-{"sha256": "0a", "size_bytes": 9}}}
-    """
+    """A finished shard, with the hashes and sizes of its files."""
 
     part: str
     done: ShardStats
-    files: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, Mapping[str, Any]]  # by name: {"sha256", "size_bytes"}
 
     @classmethod
     def parsed(cls, line: bytes) -> ShardRecord | None:
-        """Parse a line; ``None`` if it was cut short or is no record."""
+        """Parse a line; ``None`` for a damaged one."""
         try:
             given = json.loads(line)
             record = cls(given["part"], ShardStats(**given["done"]), given["files"])
@@ -73,19 +67,7 @@ class ShardRecord:
 
 
 class Output:
-    """The output folder of a job, made if missing.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     output, names = Output(folder), ["part-000000.jsonl", "part-000001.jsonl"]
-    ...     with output.locked():
-    ...         output.begin({"model": "mini"})
-    ...         file = output.put(names[0], lambda path: path.write_text("{}"))
-    ...         output.record(ShardRecord(names[0], ShardStats(answered=1), {names[0]: file}))
-    ...         records, lost = output.finished(names)
-    ...     list(records), lost
-    (['part-000000.jsonl'], [])
-    """
+    """The output folder of a job, made if missing."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
@@ -93,12 +75,7 @@ class Output:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder for one job.
-
-        Raises:
-            InputError: another job holds the lock.
-            JobError: the folder cannot be made or written to.
-        """
+        """Lock the folder for one job; ``InputError``: another job holds the lock."""
         # The kernel releases the lock when the process ends, however that happens.
         path = self.folder / LOCK
         try:
@@ -110,7 +87,7 @@ class Output:
             lock.acquire(timeout=0)
         except Timeout as error:
             raise InputError(
-                f"Another job is writing to {self.folder}: wait for its end, or give another folder."
+                f"Another job is writing to {self.folder}. Wait for it, or give another folder."
             ) from error
         except (OSError, NotImplementedError) as error:
             raise JobError(f"{self.folder} cannot be written to: {reason(error)}.") from error
@@ -120,11 +97,9 @@ class Output:
             lock.release()
 
     def begin(self, manifest: Mapping[str, Any]) -> None:
-        """Begin a job or resume it; partial files of a killed process are deleted.
+        """Begin or resume a job; delete partial files of a killed process.
 
-        Raises:
-            InputError: the folder belongs to another job, or holds other files.
-            JobError: the folder cannot be written to.
+        ``InputError``: the folder belongs to another job, or holds other files.
         """
         path = self.folder / MANIFEST
         try:
@@ -133,15 +108,12 @@ class Output:
             found = wanted if there is None else json.loads(there)
             differ = [] if found == wanted else _differences(found, wanted)
         except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"{path} is no manifest of a job ({error}): give another folder.") from error
+            raise InputError(f"{path} is no manifest of a job ({error}). Give another folder.") from error
         if differ:
-            raise InputError(
-                f"{self.folder} holds another job: {'; '.join(differ)}. Give what it was begun with, and it goes on, "
-                "or another folder."
-            )
+            raise InputError(f"{self.folder} holds another job: {'; '.join(differ)}. Give these, or another folder.")
         if there is None:
             if other := sorted(found.name for found in self.folder.iterdir() if not found.name.startswith(".")):
-                raise InputError(f"{self.folder} holds {other[0]}, and no job: give a new folder, or an empty one.")
+                raise InputError(f"{self.folder} must be empty or hold a job, got {other[0]}. Give another folder.")
             there = (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode()
             self._put_text(MANIFEST, there.decode())
         self._manifest = there
@@ -152,11 +124,7 @@ class Output:
     def finished(self, parts: Iterable[str]) -> tuple[dict[str, ShardRecord], list[str]]:
         """Hash every file and drop records that do not match.
 
-        Returns:
-            The records of finished shards by part, and the parts whose files are missing, altered or unrecorded.
-
-        Raises:
-            JobError: the folder cannot be read or written to.
+        Returns the records of finished shards by part, and the parts with missing, altered or unrecorded files.
         """
         try:
             lines = (_read(self.folder / DONE) or b"").splitlines()
@@ -182,17 +150,17 @@ class Output:
             raise self._unwritten(DONE, error) from error
 
     def finish(self, records: Mapping[str, ShardRecord], parts: Iterable[str]) -> None:
-        """End the job; raises ``JobError`` if a shard is not done, or its files are missing or cut short."""
+        """End the job; ``JobError``: a shard or its files are missing."""
         self.check()
         if lost := [part for part in parts if part not in records or not self._has_files(records[part])]:
             raise JobError(
                 f"{self.folder} lacks {some(lost)}: {len(lost)} shards were not done, or their files were removed or "
-                "cut short while the job ran. Start the same command again, which does them."
+                "cut short while the job ran. Start the same command again."
             )
         self._put_records(records)
 
     def check(self) -> None:
-        """Raise ``JobError`` if the manifest was removed or altered since the job began."""
+        """Raise ``JobError`` if the manifest was removed or altered."""
         try:
             there = _read(self.folder / MANIFEST)
         except (OSError, ValueError):
@@ -200,7 +168,7 @@ class Output:
         if there != self._manifest:
             raise JobError(
                 f"{self.folder} is not the job's folder any more: its {MANIFEST} was removed or altered. Start the "
-                "same command again, which answers the rows that are not there."
+                "same command again."
             )
 
     def absolute(self) -> Output:
@@ -210,10 +178,9 @@ class Output:
         return output
 
     def put(self, name: str, write: Callable[[Path], Any]) -> dict[str, Any]:
-        """Write a file atomically and return its ``{"sha256", "size_bytes"}``; ``write`` gets a temporary path.
+        """Write a file atomically, by ``write(temporary path)``; return its hash and size.
 
-        Raises:
-            JobError: the disk is full or refuses, or the folder was removed or taken by another job.
+        ``JobError``: the disk is full or refuses, or the folder was removed or taken by another job.
         """
         if self._manifest is not None:
             self.check()
@@ -221,7 +188,7 @@ class Output:
         # Of this process alone: an actor whose job was killed may be at the same shard for a moment.
         partial = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.partial")
         try:
-            if target.parent != self.folder:  # the job's own folder is made once: made again, it would hold half a job
+            if target.parent != self.folder:  # a second folder for the job would hold half of it
                 target.parent.mkdir(exist_ok=True)
             write(partial)
             flush(partial)
@@ -241,10 +208,7 @@ class Output:
             raise self._unwritten(name, error) from error
 
     def _unwritten(self, name: str, error: OSError) -> JobError:
-        return JobError(
-            f"{self.folder / name} could not be written: {reason(error)}. What is done is kept, and the same command "
-            "goes on."
-        )
+        return JobError(f"{self.folder / name} could not be written: {reason(error)}. {RESUME}")
 
     def _put_records(self, records: Mapping[str, ShardRecord]) -> None:
         # Sorted: a resumed job leaves the same bytes as one without interruption.
@@ -255,7 +219,6 @@ class Output:
         self.put(name, lambda path: path.write_text(content, encoding="utf-8"))
 
     def _has_files(self, record: ShardRecord, *, hashed: bool = False) -> bool:
-        """Whether they have the recorded sizes, and hashes."""
         try:
             return all(
                 os.path.isfile(path := self.folder / name)
@@ -277,9 +240,9 @@ def some(names: list[str]) -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """A file's content, or ``None`` if there is none; ``ValueError`` for a pipe or device, which may never end."""
+    """A file's content, or ``None`` without a file."""
     if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is no regular file")  # a pipe or device may never end
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -287,7 +250,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _differences(there: Any, given: Mapping[str, Any]) -> list[str]:
-    """In words, by the names of what differs, one or two levels deep."""
+    """In words by name, one or two levels deep."""
     there, found = there if isinstance(there, dict) else {}, []
     for name in sorted(given.keys() | there.keys()):
         old, new = there.get(name), given.get(name)

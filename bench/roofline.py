@@ -9,7 +9,7 @@ from typing import Any
 from t5accel.checks import as_count
 from t5accel.errors import InputError
 
-# Of one weight; without the scales of quantised ones: one fp32 scale per 32 weights would add a quarter to int4.
+# Of one weight, without the scales of quantised ones: an fp32 scale per 32 weights would add a quarter to int4.
 _WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 
 
@@ -18,11 +18,8 @@ def decoder_weights_per_step(dims: Any) -> int:
     # Counted: self-attention q, k, v, o; cross-attention q and o; feed-forward wi (twice if gated) and wo; the norms;
     # lm_head. Not counted: cross-attention k and v, which the encoder applies once per request; the embedding, of which
     # a step reads one row per sequence (so `tied` changes nothing); the relative position table.
-    layers = (dims.decoder_heads, dims.cross_heads, dims.decoder_ff)
-    if len({len(values) for values in layers}) != 1:
-        raise InputError(f"decoder_heads, cross_heads and decoder_ff must each have one value per layer, got {layers}.")
     total = dims.vocab_size * dims.d_model + dims.d_model  # lm_head and the final norm
-    for self_heads, cross_heads, width in zip(*layers, strict=True):
+    for self_heads, cross_heads, width in zip(dims.decoder_heads, dims.cross_heads, dims.decoder_ff, strict=True):
         attention = (4 * self_heads + 2 * cross_heads) * dims.d_kv
         total += dims.d_model * (attention + (3 if dims.gated else 2) * width + 3)
     return total
@@ -35,7 +32,7 @@ class Roofline:
     precision: str
     batch: int
     weight_bytes: int
-    bytes_per_step: int  # weights and key/value cache
+    bytes_per_step: int  # weights and KV cache
     flops_per_step: int
     read_s: float
     compute_s: float
@@ -54,15 +51,10 @@ def step_roofline(
     position: int = 32,
     shortlist: bool = False,
 ) -> Roofline:
-    """Count a greedy decoding step's bytes and operations, and divide by the machine's rates.
+    """Divide a greedy decoding step's bytes and operations by the machine's rates.
 
-    Args:
-        dims: as in `decoder_weights_per_step`.
-        bandwidth: bytes/s. Weights that fit in the last-level cache can beat a floor of memory bandwidth: measure it at
-            their size (`machine.bandwidth_bytes_per_s`).
-        gemm: operations/s **at that precision**.
-        source_tokens: that each of ``batch`` sequences attends to; as well as to ``position`` tokens of its own.
-        shortlist: the head is read as its copy in 8 bits, with a scale of 4 bytes a token.
+    ``bandwidth`` is in bytes/s, ``gemm`` in operations/s **at that precision**. Each of ``batch`` sequences attends to
+    ``source_tokens`` and to ``position`` tokens of its own. With ``shortlist`` the head is read as its copy in 8 bits.
 
     >>> from types import SimpleNamespace
     >>> small = SimpleNamespace(d_model=512, d_kv=64, vocab_size=32128, gated=False, tied=True,
@@ -70,9 +62,8 @@ def step_roofline(
     >>> step = step_roofline(small, bandwidth=60e9, gemm=214e9)
     >>> step.weight_bytes, step.bytes_per_step, step.bound, round(step.floor_s * 1000, 1)
     (153917440, 156276736, 'bandwidth', 2.6)
-    >>> step_roofline(small, bandwidth=60e9, gemm=214e9, shortlist=True).weight_bytes  # 66 MB of head less, 17 MB more
-    104697344
     """
+    # Weights that fit in the last-level cache can beat a floor of memory bandwidth: measure it at their size.
     if precision not in _WEIGHT_BYTES:
         raise InputError(f"precision must be one of {', '.join(_WEIGHT_BYTES)}, got {precision!r}.")
     for name, count in (("batch", batch), ("source_tokens", source_tokens), ("position", position)):
@@ -83,7 +74,7 @@ def step_roofline(
     weights = decoder_weights_per_step(dims)
     pairs = batch * dims.d_kv * (position * sum(dims.decoder_heads) + source_tokens * sum(dims.cross_heads))
     weight_bytes = math.ceil(weights * _WEIGHT_BYTES[precision])
-    if shortlist:  # without the few exact rows
+    if shortlist:  # without the few exact rows; a scale of 4 bytes for each token
         head = dims.vocab_size * dims.d_model
         weight_bytes += min(0, math.ceil(head * (1 - _WEIGHT_BYTES[precision])) + 4 * dims.vocab_size)
     cache_bytes = 2 * pairs * (2 if precision in ("fp16", "bf16") else 4)  # quantising weights leaves the cache in fp32

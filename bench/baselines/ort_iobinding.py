@@ -1,8 +1,7 @@
-"""The two graphs on ONNX Runtime through IOBinding: what a step leaves for the next one stays in the runtime.
+"""The two graphs on ONNX Runtime through IOBinding: tensors stay in the runtime between steps.
 
-The tensors of cross-attention are bound once for all steps; keys and values of self-attention go from one step's
-outputs to the next one's inputs as they are. On a CPU this saves nothing, since `ort` moves no data there either, and
-binding forty names takes longer than naming them in a dictionary. It is the way that carries over to a GPU.
+On a CPU this saves nothing: `ort_numpy` moves no data there either, and binding forty names takes longer than naming
+them in a dictionary.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from t5accel.backends.ort_numpy import OrtNumpy, OrtState
 
 
 class OrtBound(OrtNumpy):
-    """A `Backend` like `OrtNumpy`, with the same arguments and the same numbers, that binds instead of feeding.
-
-    It runs on the CPU: reordering and trimming read its tensors from there. For ``device="cuda"`` there is
-    `ort_cuda.OrtPointers`; asked for it, this class raises ``InputError``.
+    """A `Backend` like `OrtNumpy`, with the same arguments, that binds its inputs; for the CPU only.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.decoding.greedy_search import greedy
@@ -41,8 +37,8 @@ class OrtBound(OrtNumpy):
     def _run_step(
         self, state: OrtState, new: np.ndarray, past_mask: np.ndarray, results: list[str], exact: bool = True
     ) -> tuple[list[np.ndarray], list[Any]]:
-        # Two bindings take turns. In older releases (1.20) what `get_outputs` returns are views of the binding's own
-        # slots: bound again for the next step these are empty, and if that step fails the past is lost.
+        # Two bindings take turns: in older releases (1.20) `get_outputs` returns views of the binding's own slots. The
+        # next step empties them, and if that step fails the past is lost.
         binding, other = state.binding or (self._bound(state), self._bound(state))
         binding.bind_cpu_input("input_ids", new)
         binding.bind_cpu_input("past_mask", past_mask)
@@ -51,7 +47,7 @@ class OrtBound(OrtNumpy):
         if self.shortlist:
             binding.bind_cpu_input("exact", np.array(exact))
         found = self._run(self.decoder, binding, [*results, *self.outputs[1:]])
-        # Else both would hold the past that this step has read until their next turns.
+        # Else both hold the past that this step has read until their next turns.
         other.clear_binding_outputs()
         for name in self.past_names:
             binding.bind_ortvalue_input(name, self._nothing)
@@ -59,7 +55,7 @@ class OrtBound(OrtNumpy):
         return [value.numpy() for value in found[: len(results)]], found[len(results) :]
 
     def _bound(self, state: OrtState) -> Any:
-        """A binding that holds the tensors of the source, once for all steps."""
+        """A binding with the source's tensors, once for all steps."""
         binding = self.decoder.io_binding()
         for name, value in state.source.inputs.items():
             binding.bind_ortvalue_input(name, value)

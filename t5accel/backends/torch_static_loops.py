@@ -1,0 +1,242 @@
+"""Beam search and sampling on `TorchStatic`: many steps before the host reads their results.
+
+Beams are ranked and reordered on the device; the host reads the candidates of a run at once and decides which beams
+have ended. Samples are drawn on the device, by uniform numbers that the host gives for a whole run and that become
+tokens as in `decoding.sampling`: a seed gives the same answers on every runtime, but for the rounding of logits.
+
+Shapes: B sources, K rows each, R = B * K, V entries, m = K * (1 + the number of end tokens) candidates of a source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from t5accel.backends.torch_static_buffers import StaticBuffers, capture_graph
+from t5accel.backends.torch_static_model import StaticT5
+from t5accel.decoding.backend import SuppressedTokens
+from t5accel.decoding.beam import LONGEST_RUN
+from t5accel.decoding.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from t5accel.backends.torch_static import StaticState, TorchStatic
+
+MAX_LOOPS = 4  # that buffers keep, each with a graph
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")  # in the device's memory: one graph serves any value
+
+
+class Loop:
+    """A step that chooses the next tokens of some buffers on the device, and its captured graph."""
+
+    def __init__(self, decoder: StaticT5, buffers: StaticBuffers):
+        self.decoder, self.buffers, self.graph = decoder, buffers, None
+
+    def step(self) -> None:
+        """Read the buffers' token, choose the next one. Touches nothing but the buffers and the loop's own memory."""
+        raise NotImplementedError
+
+    def logits(self) -> torch.Tensor:
+        """(R, V) float32 after the buffers' token, which is read."""
+        return self.decoder.logits(self.decoder.read(self.buffers, self.buffers.token)[:, -1])
+
+    def capture(self) -> None:
+        buffers = self.buffers
+        lengths, memory = buffers.lengths.clone(), buffers.self_kv.memory.clone()
+
+        def undo() -> None:
+            buffers.lengths.copy_(lengths)
+            buffers.self_kv.memory.copy_(memory)
+            buffers.count.zero_()
+
+        self.graph = capture_graph(self.step, undo, self.decoder.device)
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            if self.graph is None:
+                self.step()
+            else:
+                self.graph.replay()
+
+
+class BeamLoop(Loop):
+    """Steps of beam search. With ``renormalized`` suppressed tokens keep no share of the probability.
+
+    >>> from t5accel.models.random_init import random_t5
+    >>> t5 = StaticT5(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
+    >>> buffers = t5.new_buffers(batch=1, rows=3, source=4, width=8)
+    >>> loop = BeamLoop(t5, buffers, ends=(1,), renormalized=False)
+    >>> loop.step()
+    >>> loop.candidates[2][0].shape, buffers.lengths.tolist(), buffers.count.tolist()
+    (torch.Size([1, 6]), [1, 1, 1], [1])
+    """
+
+    def __init__(self, decoder: StaticT5, buffers: StaticBuffers, *, ends: tuple[int, ...], renormalized: bool):
+        super().__init__(decoder, buffers)
+        batch, beams, *_ = buffers.shape
+        device = decoder.device
+        self.renormalized = renormalized
+        self.m = (1 + len(ends)) * beams
+        self.ends = torch.tensor(ends, device=device)
+        self.scores = torch.zeros(batch, beams, device=device)  # the sum of the log-probabilities of each beam so far
+        self.first_rows = torch.arange(0, batch * beams, beams, device=device)[:, None]
+        # For each step the best continuations of a source, best first, (LONGEST_RUN, B, m) each: their scores, which
+        # of the K beams they continue, and their tokens.
+        types = (torch.float32, torch.int64, torch.int64)
+        self.candidates = [torch.zeros(LONGEST_RUN, batch, self.m, dtype=dtype, device=device) for dtype in types]
+
+    def step(self) -> None:
+        buffers, (batch, beams) = self.buffers, self.scores.shape
+        logits = self.logits()
+        logits -= logits.amax(dim=-1, keepdim=True)
+        allowed = logits + buffers.logit_bias
+        total = (allowed if self.renormalized else logits).exp().sum(dim=-1, keepdim=True).log()
+        values, tokens = allowed.topk(self.m, dim=-1)  # (R, m)
+        values = (values - total).view(batch, beams, -1) + self.scores[:, :, None]
+        scores, index = values.flatten(1).topk(self.m, dim=-1)  # (B, m), sorted
+        rows, tokens = index // self.m, tokens.view(batch, -1).gather(1, index)
+        for held, new in zip(self.candidates, (scores, rows, tokens), strict=True):
+            held.index_copy_(0, buffers.count, new[None])
+        buffers.count.add_(1)
+        # The first K that do not end, in their order, as the host finds them: equal scores keep their places.
+        ended = (tokens[:, :, None] == self.ends).any(dim=-1)
+        going = ended.byte().sort(dim=1, stable=True).indices[:, :beams]
+        self.scores.copy_(scores.gather(1, going))
+        buffers.token.copy_(tokens.gather(1, going).view(-1, 1))
+        buffers.self_kv.gather_(buffers.self_kv, (rows.gather(1, going) + self.first_rows).flatten())
+
+
+class SampleLoop(Loop):
+    """Steps that draw, by the kinds of change in ``sampling`` and ``top_k``; `run_samples` sets the other numbers."""
+
+    def __init__(self, decoder: StaticT5, buffers: StaticBuffers, sampling: SamplingParams):
+        super().__init__(decoder, buffers)
+        device, rows = decoder.device, len(buffers.token)
+        self.sampling = sampling
+        self.numbers = {
+            name: torch.tensor(getattr(sampling, name), dtype=torch.float64, device=device) for name in _NUMBERS
+        }
+        self.uniform = torch.zeros(LONGEST_RUN, rows, dtype=torch.float64, device=device)
+        self.generated = torch.zeros(LONGEST_RUN, rows, dtype=torch.int64, device=device)
+        self.seen = None  # (R, V) bool, the tokens in each row's history
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(rows, decoder.dims.vocab_size, dtype=torch.bool, device=device)
+
+    def step(self) -> None:
+        buffers = self.buffers
+        odds = probabilities(self.logits() + buffers.logit_bias, self.seen, self.sampling, self.numbers)
+        token = draw(odds, self.uniform.index_select(0, buffers.count).T)  # (R, 1)
+        if self.seen is not None:
+            self.seen.scatter_(1, token, True)
+        buffers.token.copy_(token)
+        self.generated.index_copy_(0, buffers.count, token.T)
+        buffers.count.add_(1)
+
+
+def probabilities(
+    logits: torch.Tensor, seen: torch.Tensor | None, sampling: SamplingParams, numbers: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Compute `decoding.sampling.probabilities` by operators that a graph can hold.
+
+    From logits (R, V) float32, -inf for suppressed tokens, to (R, V) float64 that need not sum to 1. ``seen`` (R, V)
+    are the tokens of the history, if their repetition is penalised. ``sampling`` says which changes are made, and
+    ``top_k``; ``numbers`` are the values of the others, by name, () float64.
+    """
+    scores, ranking = logits.double(), logits  # the order of what is not penalised is that of its float32: found sooner
+    if sampling.repetition_penalty != 1:
+        penalty = numbers["repetition_penalty"]
+        ranking = scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    scores = scores - scores.amax(dim=-1, keepdim=True)  # before the division, which might overflow
+    if sampling.temperature != 1:
+        scores = scores / numbers["temperature"]
+    if 0 < sampling.top_k < logits.shape[-1]:
+        last = ranking.topk(sampling.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(ranking < last, -torch.inf)
+    odds = scores.exp()
+    if sampling.top_p < 1:
+        order = ranking.sort(dim=-1, stable=True).indices  # rising
+        sums = odds.gather(1, order).cumsum(dim=-1)
+        stays = sums > (1 - numbers["top_p"]) * odds.sum(dim=-1, keepdim=True)
+        stays[:, -1] = True
+        odds = odds * torch.zeros_like(stays).scatter_(1, order, stays)
+    if sampling.min_p > 0:
+        odds = odds.masked_fill(odds < numbers["min_p"] * odds.amax(dim=-1, keepdim=True), 0)
+    return odds
+
+
+def draw(odds: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw as `decoding.sampling.draw`: (R, V) odds and (R, 1) numbers from 0 to below 1 -> (R, 1) int64.
+
+    >>> draw(torch.tensor([[0, 0.5, 0, 0.5], [3, 0, 0, 1]]), torch.tensor([[0.0], [0.8]])).tolist()
+    [[1], [3]]
+    """
+    # Sums that a GPU adds up in parallel may fall by the last bit: where there are no odds they do not count.
+    sums = odds.cumsum(dim=-1).masked_fill(odds <= 0, 0)
+    total = sums.amax(dim=-1, keepdim=True)
+    wanted = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return (sums > wanted).byte().argmax(dim=-1, keepdim=True)  # the first of them
+
+
+AnyLoop = TypeVar("AnyLoop", bound=Loop)
+
+
+def _start(
+    backend: TorchStatic, state: StaticState, input_ids: np.ndarray, count: int, suppressed: SuppressedTokens, key: Any,
+    make: Callable[[StaticT5, StaticBuffers], AnyLoop],
+) -> AnyLoop:  # fmt: skip
+    """Read all but the last of the tokens (B, K, T), and find or make the loop for ``count`` steps behind them."""
+    backend._make_room(state, input_ids.shape[2] - 1 + count)
+    buffers, tokens = state.buffers, backend._on_device(input_ids)
+    loop = buffers.loops.pop(key, None) or make(backend.decoder, buffers)
+    buffers.loops[key] = loop  # the last one used stands last
+    while len(buffers.loops) > MAX_LOOPS:
+        del buffers.loops[next(iter(buffers.loops))]
+    if backend.graphs and loop.graph is None:
+        loop.capture()
+        backend.captured += 1
+    buffers.begin_run(suppressed)
+    if tokens.shape[1] > 1:
+        backend.decoder.read(buffers, tokens[:, :-1])
+    buffers.token.copy_(tokens[:, -1:])
+    return loop
+
+
+@torch.inference_mode()
+def run_beams(
+    backend: TorchStatic, state: StaticState, input_ids: np.ndarray, scores: np.ndarray, k: int, *,
+    ends: tuple[int, ...], suppressed: SuppressedTokens = None, renormalized: bool = False,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Take up to ``k`` steps of beam search, as `decoding.backend.Backend` documents them."""
+    count = min(k, LONGEST_RUN)
+    make = partial(BeamLoop, ends=ends, renormalized=renormalized)
+    loop = _start(backend, state, input_ids, count, suppressed, ("beams", ends, renormalized), make)
+    loop.scores.copy_(torch.from_numpy(scores))
+    loop.run(count)
+    state.rows = state.rows.appended(input_ids.shape[2] - 1 + count)
+    best, beams, tokens = (held[:count].to("cpu", copy=True).numpy() for held in loop.candidates)
+    return best, beams, tokens
+
+
+@torch.inference_mode()
+def run_samples(
+    backend: TorchStatic, state: StaticState, input_ids: np.ndarray, uniform: np.ndarray, *, sampling: SamplingParams,
+    suppressed: SuppressedTokens = None, history: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Take n steps that draw, as `decoding.backend.Backend` documents them."""
+    count = uniform.shape[2]
+    # One loop, and one graph, for all values of the numbers.
+    changed = [getattr(sampling, name) != getattr(SamplingParams(), name) for name in _NUMBERS]
+    key, make = ("samples", sampling.top_k, *changed), partial(SampleLoop, sampling=sampling)
+    loop = _start(backend, state, input_ids, count, suppressed, key, make)
+    for name, number in loop.numbers.items():
+        number.fill_(getattr(sampling, name))
+    rows = len(state.buffers.token)
+    loop.uniform[:count] = torch.from_numpy(uniform.reshape(rows, count).T.copy())
+    if loop.seen is not None:
+        loop.seen.zero_().scatter_(1, backend._on_device(history), True)
+    loop.run(count)
+    state.rows = state.rows.appended(input_ids.shape[2] - 1 + count)
+    return loop.generated[:count].T.to("cpu", copy=True).numpy().reshape(*state.rows.shape, count)
