@@ -26,8 +26,8 @@ class Backend(Protocol):
     """One encoder-decoder on one runtime. Arrays are numpy, on the host.
 
     Methods **trust their arguments**: shapes, types, tokens and indices are checked once, by the algorithms
-    (`request.GenerationInputs`) and by `hf_generate`. Wrong ones may read past an array or end the process. A method that fails
-    midway (no memory, an interrupt) leaves the state unchanged.
+    (`request.GenerationInputs`) and by `hf_generate`. Wrong ones may read past an array or end the process. A method
+    that fails midway (no memory, an interrupt) leaves the state unchanged.
     """
 
     vocab_size: int
