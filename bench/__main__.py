@@ -30,7 +30,7 @@ app = command_line("Measure T5-like models, and what serves them. `python -m ben
 
 
 class Suite(StrEnum):
-    """A list of measurements of its own."""
+    """A separate list of measurements."""
 
     GPU = "gpu"
 
@@ -51,7 +51,7 @@ def board(
         int | None, typer.Option(help="Rows to score in each length bucket or half; 0: none. Default: all.")
     ] = None,
     peak_memory: Annotated[
-        bool, typer.Option(help="Measure the peak memory of each technique in a process of its own.")
+        bool, typer.Option(help="Measure the peak memory of each technique in a separate process.")
     ] = True,
     technique: Annotated[
         list[str] | None, typer.Option(help="Measure only techniques whose name contains this, and the reference.")

@@ -150,7 +150,7 @@ def recommend(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> 
     able = sorted((run for run in runs.values() if not math.isnan(factors(run)["model size"])), key=preference)
     if not able:
         return Advice(need)
-    # On a GPU each precision is a run of its own: the nearest one whose quality is known goes first.
+    # On a GPU each precision is a separate run: the nearest one whose quality is known goes first.
     nearest = next((run for run in able if any(_passes(need, one.row["precision"], losses) for one in run)), able[0])
     far = factors(nearest)
     if max(max(factor, 1 / factor) for factor in far.values()) > FAR:

@@ -165,7 +165,7 @@ def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio")
 def paired_ratio(rows: Iterable[Mapping[str, Any]], ours: str, other: str) -> float | None:
     """How many times as fast as another system ours is; ``None`` if one of them has no ratios.
 
-    By their ratios to the reference: where memory does not hold all systems, each has a run of its own beside it. In
+    By their ratios to the reference: where memory does not hold all systems, each has a separate run beside it. In
     one run the reference's times cancel.
     """
     ratios = {row["system"]: row["ratio_samples"] for row in rows if row.get("ratio_samples")}
@@ -184,7 +184,7 @@ def memory_alone(
 ) -> tuple[int | None, int | None]:
     """Bytes of the libraries by themselves, and the peak of a process that has then called ``once(*given)``.
 
-    It is a process of its own: the peak of this one is that of the hungriest system so far. `pickle` sends the call.
+    It is a separate process: the peak of this one is that of the hungriest system so far. `pickle` sends the call.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_used, libraries, threads, once, given).result()

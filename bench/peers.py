@@ -117,7 +117,7 @@ Generate = Callable[[np.ndarray, Work], np.ndarray]  # from input_ids (B, S) to 
 
 
 class Worker:
-    """One system in a process of its own, loaded and waiting."""
+    """One system in a separate process, loaded and waiting."""
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None):
         self.log = log

@@ -173,7 +173,7 @@ class Row(TypedDict, total=False):
     notebook: str
 
 
-# The parts of the evaluation sets that have scores of their own, and those scores.
+# The parts of the evaluation sets that are scored separately, and those scores.
 SCORES = {
     "translation": (("bleu",), ("3-5", "6-8", "9-14")),
     "summaries": (("rouge1", "rouge2", "rougeL"), ("seen", "unseen")),

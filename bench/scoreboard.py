@@ -102,7 +102,7 @@ def recorded_family(
     path: str | os.PathLike[str], whole: str, members: Mapping[str, str | os.PathLike[str]], *, command: str,
     told: Callable[[str, list[Row]], list[Row]], **options: Any,
 ) -> list[Row]:  # fmt: skip
-    """A growing file of `family_rows`: each member is measured beside the whole model, in a run of its own.
+    """A growing file of `family_rows`: each member is measured beside the whole model, in a separate run.
 
     So its rows outlive a member's weights. Only a member with new weights is measured again, while the whole model's
     weights, CPU, libraries and command stay the same; else the file is put aside. Ratios compare different members.
@@ -275,7 +275,7 @@ def bench(
 
     Args:
         limit: rows to score of each length bucket or half; by default all, and with 0 none.
-        peak_memory: measure it too, each system in a process of its own.
+        peak_memory: measure it too, each system in a separate process.
     """
     import torch
 
@@ -329,7 +329,7 @@ def as_contender(
 
 
 def sizes(system: System, subject: BenchModel, answers: Answers, batch: int, peak_memory: bool) -> Row:
-    """Bytes on disk and, if asked for, of memory: in a process of its own that generates once."""
+    """Bytes on disk and, if asked for, of memory: in a separate process that generates once."""
     row: Row = {"size_bytes": system.bytes_on_disk(subject)}
     if peak_memory:
         given = (system.name, subject.name, subject.seed, subject.threads, answers, batch)

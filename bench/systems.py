@@ -374,7 +374,7 @@ def _sampling(model: ModelOnDevice) -> Generate:
 
 
 def scheduler(model: ModelOnDevice, rows: int) -> Scheduler:
-    """A scheduler of ``rows`` rows on a backend of its own; it encodes every text in every round."""
+    """A scheduler of ``rows`` rows on a separate backend; it encodes every text in every round."""
     from t5accel.serve.limits import SchedulerLimits
     from t5accel.serve.scheduler import Scheduler
 

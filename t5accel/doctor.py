@@ -48,7 +48,7 @@ def _package(module: str, distribution: str, needed_for: str, extra: str = "", *
 def _gradio() -> Check:
     check = _package("gradio", "gradio", "python -m bench demo")
     # It needs transformers 5, which would push the course's transformers aside.
-    return check if check.ok else replace(check, remedy="make demo, which has an environment of its own")
+    return check if check.ok else replace(check, remedy="make demo, which has a separate environment")
 
 
 def _python() -> Check:

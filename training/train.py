@@ -133,7 +133,7 @@ SECOND_STAGE = TrainConfig(
     steps=4500, learning_rate=1e-3, matrix_learning_rate=1.25e-3, warmup_steps=30, decay_share=0.35, head_inits=None
 )
 
-# The third adds two encoder layers and a vocabulary of its own.
+# The third adds two encoder layers and a separate vocabulary.
 THIRD_STAGE = TrainConfig(
     steps=6600, learning_rate=1.5e-3, matrix_learning_rate=2e-3, warmup_steps=100, decay_share=0.3, num_layers=6,
     vocab_size=8000,

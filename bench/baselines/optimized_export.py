@@ -25,7 +25,7 @@ from t5accel.graphs.rewriting import as_graph_path, check_external_data, contrib
 
 TOOLS = ("onnxruntime", "transformers")
 PACKAGE_LEVELS = {"disable": 0, "basic": 1, "extended": 2, "all": 99}  # as onnxruntime.transformers calls ours
-# In a process of its own, because it puts its folders on sys.path, where its modules have names such as `metrics`.
+# In a separate process, because it puts its folders on sys.path, where its modules have names such as `metrics`.
 PACKAGE = """
 import sys
 from onnxruntime.transformers.optimizer import optimize_model

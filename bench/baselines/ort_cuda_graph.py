@@ -75,7 +75,7 @@ class Fixed:
 class OrtCaptured(OrtPointers):
     """A `Backend` like `OrtPointers`, with the same arguments and the same numbers, that offers ``run_greedy``.
 
-    On CUDA the decoder has a session of its own for that, and a stream that it shares with torch. It is for one thread.
+    On CUDA the decoder has a separate session for that, and a stream that it shares with torch. It is for one thread.
 
     Attributes:
         fixed: the memory of each size (B, K, S, W) that was used.

@@ -225,7 +225,7 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
         share: let Gradio, the company, make a public address; visitors then cannot name another model.
     """
     with TemporaryDirectory(prefix="t5accel-demo-") as folder:
-        if block:  # in a process of its own: what Gradio lays out for files, which nobody sends, goes before it is used
+        if block:  # in a separate process: what Gradio lays out for files, which nobody sends, goes before it is used
             os.environ.setdefault("GRADIO_TEMP_DIR", folder)
         gradio = _gradio()
         from starlette.middleware import Middleware  # Gradio's
@@ -267,6 +267,6 @@ def _gradio() -> Any:
     except ImportError as error:
         raise MissingPackageError(
             f"{error.name} is missing. Gradio needs transformers 5: run `make demo` in a checkout, which installs both "
-            "into an environment of their own, or install the packages of requirements/demo.txt into one."
+            "into a separate environment, or install the packages of requirements/demo.txt into one."
         ) from error
     return gradio

@@ -28,7 +28,7 @@ FAILURES = Failures(every_s=120.0, restart_s=10.0)  # hundreds of times as often
 
 
 def simulation(measured: Pace, replicas: int, failures: Failures | None) -> Row:
-    """The knee of so many replicas, each with a machine of its own."""
+    """The knee of so many replicas, each on a separate machine."""
     closer = 5 if replicas < 100 else 3
     row = knee(measured, TOKENS, LIMIT_S, replicas=replicas, seconds=SECONDS, failures=failures, closer=closer)
     more = {"replicas": replicas, "seconds": SECONDS} | (asdict(failures) if failures else {})

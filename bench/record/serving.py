@@ -1,6 +1,6 @@
 """Put load on our server and on others, one after the other: `make serving` calls this.
 
-Each server is a process of its own, whose answers are compared before it is timed; load generator and server share the
+Each server is a separate process, whose answers are compared before it is timed; load generator and server share the
 cores. An interrupted run goes on where it stopped. Triton and Ray are left out where `make serving` has not installed
 them. A run: ``data/results/serving.json``.
 """
@@ -136,7 +136,7 @@ def servers_for(model: Model, build: Path, threads: int) -> list[Server]:
 
 
 def of_others() -> dict[str, str]:
-    """The versions of the servers that have an environment of their own."""
+    """The versions of the servers that have a separate environment."""
     lists = [path.read_text(encoding="utf-8") for path in (ROOT / "requirements/servers").glob("*.txt")]
     pins = (line.split("==") for text in lists for line in text.splitlines() if "==" in line)
     return {name: version for name, version in pins if name.startswith(("ray", "nvidia"))}

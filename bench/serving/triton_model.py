@@ -23,7 +23,7 @@ from t5accel.tokenization import tokenizer_of
 
 
 class TritonPythonModel:
-    """One instance of the model, in a process of its own."""
+    """One instance of the model, in a separate process."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Open the export that lies beside this file, or beside that of the model that ``export_of`` names."""

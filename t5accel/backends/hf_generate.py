@@ -103,7 +103,7 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         check_backend(backend, ("reorder", "rollback", "select_sources"))
-        # Marian's target may have a vocabulary of its own.
+        # Marian's target may have a separate vocabulary.
         entries = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
         if entries != backend.vocab_size:
             raise InputError(

@@ -28,7 +28,7 @@ class Closed:
 
 
 class WeightlessModule(PreTrainedModel):
-    """A transformers model without parameters of its own; its backend holds the weights."""
+    """A transformers model without parameters; its backend holds the weights."""
 
     accepts_loss_kwargs = False  # so that Trainer gives forward() no num_items_in_batch
     backend: Any

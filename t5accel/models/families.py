@@ -94,7 +94,7 @@ MBART = Family(
     generation=dict(forced_eos_token_id="eos"),
 )
 # OPUS-MT: sinusoidal positions. It starts with its padding token, which must not be generated. Source and target may
-# have vocabularies, and embeddings, of their own.
+# have separate vocabularies and embeddings.
 MARIAN = Family(
     "marian",
     "MarianMTModel",
