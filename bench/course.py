@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench import figures as draw
 from bench.results import DATA, Row, load_results, write_rows
@@ -59,9 +60,18 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
     book = nbformat.read(notebook, as_version=4)
     out.mkdir(parents=True, exist_ok=True)
     copy = out / notebook.name
+    own = len(book.cells)
+    book.cells += _solution_cells(book, notebook)
+    finished_s = []
+
+    def on_executed(cell_index: int, **_: object) -> None:
+        if cell_index < own:  # what is appended is not the notebook's time
+            finished_s.append(time.perf_counter())
+            on_cell()
+
     client = NotebookClient(
         book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(notebook.parent)}},
-        on_cell_executed=lambda **_: on_cell(),
+        on_cell_executed=on_executed,
         # Over plain TCP every kernel warns that others on this machine may listen.
         config=Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {}),
     )  # fmt: skip
@@ -71,8 +81,38 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         raise NotebookError(f"{notebook.name} failed; the copy as far as it ran is {copy}.\n{error}") from error
     finally:
+        appended = book.cells[own:]
+        del book.cells[own:]
         nbformat.write(book, copy)
-    return NotebookRun(notebook.name, time.perf_counter() - started, copy)
+    _require_solved(notebook, book.cells, appended)
+    return NotebookRun(notebook.name, max(finished_s, default=started) - started, copy)
+
+
+def _is_task(cell: Any) -> bool:
+    return "your-turn" in cell.metadata.get("tags", [])
+
+
+def _solution_cells(book: Any, notebook: Path) -> list[Any]:
+    """The code of ``solutions/NAME.py``: the reader's tasks, their checks again, then the exercises."""
+    import nbformat
+
+    path = notebook.parent / "solutions" / f"{notebook.stem}.py"
+    if not path.exists():
+        return []
+    task, *exercises = re.split(r"^# %%.*\n", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    checks = [cell for cell in book.cells if _is_task(cell)]
+    cells = [nbformat.v4.new_code_cell(task)]
+    cells += [nbformat.v4.new_code_cell(check.source, metadata={"tags": ["your-turn"]}) for check in checks]
+    return cells + [nbformat.v4.new_code_cell(exercise) for exercise in exercises]
+
+
+def _require_solved(notebook: Path, cells: list[Any], appended: list[Any]) -> None:
+    """Every check of a task must fail on the notebook's stub and pass on its solution."""
+    for found, word in ((cells, ": not solved yet ("), (appended, ": solved.")):
+        for cell in filter(_is_task, found):
+            said = "".join(output.get("text", "") for output in cell.outputs)
+            if word not in said:
+                raise NotebookError(f"{notebook.name}: a task's check must print {word!r}, got {said!r}.")
 
 
 def run_course(

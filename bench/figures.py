@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import html
 import io
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from math import log, nan
 from pathlib import Path
@@ -18,6 +19,7 @@ from bench.peers import int8_for, peer_results
 from bench.results import format_table, step_ms
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError, install
+from t5accel.timing import Comparison, Ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +31,8 @@ Rows = Sequence[Mapping[str, Any]]
 Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]
 
 LATENCY, THROUGHPUT, ASIDE, OUTSIDE = "#2a6f97", "#e09f3e", "#b8c2cc", "#c1666b"
+PALETTE = (LATENCY, OUTSIDE, THROUGHPUT, "#5b8e55", "#7a5c99", "#555555")
+DPI = 110  # of the pictures in notebooks
 TASKS = {"translation": LATENCY, "summaries": THROUGHPUT, "questions": "#9e2a2b"}
 COMPOSED = {"summaries": "composed reports", "questions": "composed questions"}
 SCATTERED = 1.5  # the largest ratio of a round over the smallest one from which on a median says little
@@ -69,15 +73,46 @@ LADDER: Columns = {
 _ALIKE = ("model", "batch", "beams", "source_tokens", "new_tokens", "threads", "reference")
 
 
-def table(rows: Rows) -> str:
-    """A line for each rung of one ladder, or for each row of a board; an en dash: not measured.
+def table(rows: Rows | Comparison) -> str:
+    """A comparison, the rungs of a ladder, the rows of a board, or any rows with the same keys, as a table of text.
 
-    Raises ``InputError`` without rows, and for rows of several ladders or of unequal work.
+    A comparison shows median ms, the median ratio to the first system, its range and the number of pairs. Raises
+    ``InputError`` without rows, and for rows of several ladders or of unequal work.
+
+    >>> print(table([{"format": "fp32", "MB": 44.04}, {"format": "int8", "MB": 11.6}]))
+    format    MB
+    ------  ----
+    fp32    44.0
+    int8    11.6
     """
+    if isinstance(rows, Comparison):
+        rows = [_speed(rows, name) for name in rows.latencies]
+    if rows and not {"rung", "system"} & rows[0].keys():
+        texts = [[_cell(value) for value in row.values()] for row in rows]
+        left = [place for place, value in enumerate(rows[0].values()) if isinstance(value, str)]
+        return "\n".join(format_table([list(rows[0]), *texts], left=left, rule=True))
     columns = LADDER if rows and "rung" in rows[0] else BOARD
     _require_alike(rows, ("cell",) if columns is LADDER else _ALIKE)
     lines = [list(columns), *([text(row) for text in columns.values()] for row in rows)]
     return "\n".join(format_table(lines, left=(0, 1) if columns is LADDER else (0,), rule=True))
+
+
+def _speed(found: Comparison, name: str) -> dict[str, Any]:
+    ratio = found.ratios.get(name)
+    row = {"": name, "ms": found.latencies[name].median_s * 1e3, "ratio": f"{found.ratio(name):.2f}x"}
+    return {
+        **row,
+        "(min–max)": f"({ratio.min:.2f}–{ratio.max:.2f})" if ratio else "",
+        "n": len(found.latencies[name].samples_s),
+    }
+
+
+def _cell(value: object) -> str:
+    """Three digits of a float, everything else as it is."""
+    if not isinstance(value, float):
+        return str(value)
+    digits = 2 if value == 0 else max(0, min(4, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:.{digits}f}"
 
 
 def board(rows: Rows, facts: Mapping[str, Any] | None = None) -> str:
@@ -120,7 +155,62 @@ def _figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPackageError(f"Drawing needs matplotlib: {install('course')}.") from error
-    return Figure(figsize=(width, height), layout="constrained")
+
+    class Picture(Figure):
+        """A figure that a notebook shows without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png", dpi=DPI)
+            return file.getvalue()
+
+    return Picture(figsize=(width, height), layout="constrained", dpi=DPI)
+
+
+def plot(
+    series: Mapping[str, Any], *, xlabel: str, ylabel: str = "", title: str = "", log: str = "",
+    predicted: Collection[str] = (), path: str | os.PathLike[str] | None = None,
+) -> Figure:  # fmt: skip
+    """A line for each (x, y) of ``series``, or a bar for each number or `Ratio`, with its range.
+
+    ``log`` names logarithmic axes ("x", "y" or "xy"); names in ``predicted`` are drawn as dotted lines or pale bars.
+    """
+    from matplotlib import rc_context
+    from matplotlib.ticker import StrMethodFormatter
+
+    with rc_context({"font.size": 11, "axes.titlesize": 12, "legend.fontsize": 10.5}):
+        bars = not any(isinstance(value, tuple) for value in series.values())
+        figure = _figure(8, 0.9 + 0.42 * len(series) if bars else 3.8)
+        axes = figure.subplots()
+        for place, (name, value) in enumerate(series.items()):
+            colour = PALETTE[place % len(PALETTE)]
+            if bars:
+                _bar(axes, place, value, ASIDE if name in predicted else LATENCY)
+            else:
+                style = {"linestyle": ":"} if name in predicted else {"marker": "o", "markersize": 4}
+                axes.plot(*value, color=colour, label=name, linewidth=2, **style)
+        if bars:
+            axes.set_yticks(range(len(series)), list(series))
+            axes.invert_yaxis()
+            axes.margins(x=0.15)
+        else:
+            axes.legend(frameon=False)
+        for axis in log:
+            axes.set(**{f"{axis}scale": "log"})
+            getattr(axes, f"{axis}axis").set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.set_title(title, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        return _saved(figure, path)
+
+
+def _bar(axes: Axes, place: int, value: Any, colour: str) -> None:
+    middle, end, text = value, value, _cell(value)
+    if isinstance(value, Ratio):
+        middle, end, text = value.median, value.max, f"{value.median:.2f}x ({value.min:.2f}–{value.max:.2f})"
+        axes.plot([value.min, value.max], [place, place], color="#333333", linewidth=1.5)
+    axes.barh(place, middle, color=colour, height=0.62, zorder=0)
+    axes.annotate(text, (end, place), xytext=(5, 0), textcoords="offset points", va="center")
 
 
 def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:

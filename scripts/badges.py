@@ -1,6 +1,6 @@
 """Write the repository's address into README.md and the notebooks: `make badges REPO=owner/name [BRANCH=main]`.
 
-Each notebook gets a cell of badges and the address that its first code cell installs from; README gets links to all of
+Each notebook gets a cell of badges and the address that its first code cell clones; README gets links to all of
 them. Run it again for another address; `REPO=owner/name`, literally, takes every address out again.
 """
 
@@ -19,6 +19,15 @@ OWNER = r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,38}"
 NAME = r"(?!\.{1,2}$)(?!.*\.git$)[\w.-]{1,100}"
 BRANCH = r"(?!.*(?:\.\.|//|\.lock$))\w(?:[\w./-]*[\w-])?"
 BLOCK = re.compile(r"(<!-- make badges -->\n).*?(<!-- end of badges -->\n)", re.DOTALL)
+# The first code cell of every notebook.
+SETUP = """\
+import sys
+
+if "google.colab" in sys.modules:  # elsewhere the course is installed: `make lab`
+    !git clone -q --depth=1 https://github.com/owner/name course && pip install -q -e "course[cpu,notebooks]"
+sys.path.insert(0, "course" if "google.colab" in sys.modules else "..")
+"""
+ADDRESS = re.compile(r"(?:-b \S+ )?https://github\.com/\S+(?= course )")
 UNSTAMPED = """\
 Links that open the notebooks in Colab and Binder appear here once this repository has a public address:
 `make badges REPO=owner/name` writes them, here and into every notebook.
@@ -60,17 +69,17 @@ def badges(repository: str, branch: str, notebook: str) -> str:
 
 
 def stamped_notebook(path: Path, repository: str, branch: str) -> str:
-    """A notebook's text with REPOSITORY set, and with its cell of badges written, replaced or removed."""
+    """A notebook's text with the address to clone set, and with its cell of badges written, replaced or removed."""
     text = path.read_text(encoding="utf-8")
     book = json.loads(text)
     if layout(book) != text:
         raise BadgesError(f"{path.name} is not laid out as Jupyter saves it: open it in JupyterLab and save it.")
     source = next((cell["source"] for cell in book["cells"] if cell["cell_type"] == "code"), [])
-    lines = [number for number, line in enumerate(source) if line.startswith('REPOSITORY = "')]
+    lines = [number for number, line in enumerate(source) if ADDRESS.search(line)]
     if len(lines) != 1:
-        raise BadgesError(f"The first code cell of {path.name} is not scripts/bootstrap_cell.py: copy it there.")
-    address = repository if branch == "main" else f"{repository}@{branch}"
-    source[lines[0]] = re.sub(r'"[^"]*"', f'"{address}"', source[lines[0]], count=1)
+        raise BadgesError(f"The first code cell of {path.name} must be the SETUP of scripts/badges.py. Copy it there.")
+    address = f"https://github.com/{repository}" if branch == "main" else f"-b {branch} https://github.com/{repository}"
+    source[lines[0]] = ADDRESS.sub(lambda _: address, source[lines[0]])
     book["cells"] = [cell for cell in book["cells"] if cell.get("id") != "badges"]
     if repository != PLACEHOLDER:
         shown = [badges(repository, branch, path.name)]

@@ -16,6 +16,8 @@ from bench.figures import board
 from bench.results import write_json
 from t5accel.errors import InputError, MissingPackageError, install
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def write_notebook(path: Path, *cells: str) -> Path:
     book = nbformat.v4.new_notebook()
@@ -123,3 +125,32 @@ def test_without_nbclient_the_extra_is_named(folder, tmp_path, monkeypatch):
 def test_the_summary_remarks_on_what_takes_too_long():
     quick, slow = NotebookRun("00_a.ipynb", 3.2, Path()), NotebookRun("01_b.ipynb", 45.6, Path())
     assert summary([quick, slow]).splitlines() == ["00_a.ipynb: 3 s", "01_b.ipynb: 46 s, over the limit of 45 s"]
+
+
+def test_a_task_fails_on_its_stub_and_passes_on_its_solution_and_exercises_run(tmp_path) -> None:
+    book = nbformat.v4.new_notebook()
+    stub = "def double(x):\n    raise NotImplementedError"
+    check = "from bench.teaching import your_turn\nwith your_turn('double'):\n    assert double(2) == 4"
+    tagged = nbformat.v4.new_code_cell(check, metadata={"tags": ["your-turn"]})
+    set_up = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
+    book.cells = [*map(nbformat.v4.new_code_cell, (set_up, stub)), tagged]
+    path = tmp_path / "00_task.ipynb"
+    nbformat.write(book, path)
+    solution = tmp_path / "solutions" / "00_task.py"
+    solution.parent.mkdir()
+    good = "# %% Your turn\ndef double(x):\n    return 2 * x\n# %% Exercise 1\nassert double(3) == 6\n"
+    solution.write_text(good)
+    run = execute(path, tmp_path / "out")
+    assert outputs(run.copy) == ["", "", "double: not solved yet (NotImplementedError: no message)\n"]
+    for bad, word in (
+        (good.replace("2 * x", "4 * (x == 3) + x"), "solved"),
+        (good.replace("== 6", "== 7"), "AssertionError"),
+    ):
+        solution.write_text(bad)
+        with pytest.raises(NotebookError, match=word):
+            execute(path, tmp_path / "out")
+    solution.write_text(good)
+    book.cells[1].source = "def double(x):\n    return 2 * x"
+    nbformat.write(book, path)
+    with pytest.raises(NotebookError, match="not solved yet"):
+        execute(path, tmp_path / "out")

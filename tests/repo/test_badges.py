@@ -71,7 +71,7 @@ def test_only_the_address_and_the_badges_change(copy: Path) -> None:
         cell = new["cells"].pop(0)
         assert cell["id"] == "badges" and len(links("".join(cell["source"]))) == 2
         first = next(cell for cell in new["cells"] if cell["cell_type"] == "code")
-        assert 'REPOSITORY = "someone/t5-course"' in "".join(first["source"])
+        assert " https://github.com/someone/t5-course course " in "".join(first["source"])
         first["source"] = [line.replace("someone/t5-course", "owner/name") for line in first["source"]]
         assert new == old and list(new) == list(old)
     marks = re.compile("(?<=<!-- make badges -->\n).*?(?=<!-- end of badges -->)", re.DOTALL)
@@ -89,7 +89,7 @@ def test_stamping_again_changes_nothing_and_another_address_replaces_the_first(c
     badges.stamp(copy, "Other-One/Course_2.x", "v1.0")
     other = contents(copy)
     assert all(b"someone" not in data and b"Other-One/Course_2.x" in data for data in other.values())
-    assert all(b'REPOSITORY = \\"Other-One/Course_2.x@v1.0\\"' in other[name] for name in notebooks())
+    assert all(b" -b v1.0 https://github.com/Other-One/Course_2.x course " in other[name] for name in notebooks())
     badges.stamp(copy, "someone/t5-course")
     assert contents(copy) == once
     badges.stamp(copy, badges.PLACEHOLDER)
@@ -117,7 +117,7 @@ def test_a_broken_notebook_or_readme_stops_it_before_anything_is_written(copy: P
     path = copy / "notebooks" / notebooks()[-1]
     good = path.read_text(encoding="utf-8")
     for bad, message in (
-        (good.replace("REPOSITORY = ", "ADDRESS = "), "bootstrap_cell"),
+        (good.replace("git clone", "git pull").replace("https://github.com/", ""), "SETUP"),
         (json.dumps(json.loads(good), indent=4), "laid out"),
     ):
         path.write_text(bad, encoding="utf-8")

@@ -35,11 +35,11 @@ def test_a_reader_finds_a_notebook(page: Page, site: Any, foreign: list[str]) ->
     assert len(everything) == len([*(ROOT / "notebooks").glob("*.ipynb")])
     page.get_by_label("hardware").select_option("GPU")
     found = visible(page)
-    assert len(found) == 1 and "11_tensorrt_and_cuda_graphs" in found[0]
+    assert len(found) == 1 and "09_tensorrt_and_cuda_graphs" in found[0]
     page.get_by_label("task").select_option("questions")
     assert visible(page) == found, "what depends on no task fits each"
     page.screenshot(path=OUT / "site-which.png")
-    page.get_by_role("link", name="11_tensorrt_and_cuda_graphs").first.click()
+    page.get_by_role("link", name="09_tensorrt_and_cuda_graphs").first.click()
     expect(page.locator("h1")).to_be_visible()
     assert not foreign
 
