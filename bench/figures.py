@@ -150,7 +150,7 @@ def _require_alike(rows: Rows, keys: Sequence[str]) -> None:
             raise InputError(f"rows must share one {key}, got {', '.join(sorted(values))}. Show them apart.")
 
 
-def _figure(width: float, height: float) -> Figure:
+def blank_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -180,7 +180,7 @@ def plot(
 
     with rc_context({"font.size": 11, "axes.titlesize": 12, "legend.fontsize": 10.5}):
         bars = not any(isinstance(value, tuple) for value in series.values())
-        figure = _figure(8, 0.9 + 0.42 * len(series) if bars else 3.8)
+        figure = blank_figure(8, 0.9 + 0.42 * len(series) if bars else 3.8)
         axes = figure.subplots()
         for place, (name, value) in enumerate(series.items()):
             colour = PALETTE[place % len(PALETTE)]
@@ -226,7 +226,7 @@ def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 def plot_board(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figure:
     """Bars of the ratio to the reference with the range over rounds; saved if ``path`` is given."""
     _require_alike(rows, _ALIKE)
-    figure = _figure(8, 0.9 + 0.5 * len(rows))
+    figure = blank_figure(8, 0.9 + 0.5 * len(rows))
     axes, first = figure.subplots(), rows[0]
     ratios = [row["ratio"] for row in rows]
     low, high = ([abs(end(row["ratio_samples"]) - row["ratio"]) for row in rows] for end in (min, max))
@@ -293,7 +293,7 @@ def plot_ladders(
     for rows in ladders.values():
         _require_alike(rows, ("cell",))
     heights = [len(rows) + 1.6 for rows in ladders.values()]
-    figure = _figure(9, 0.3 * sum(heights) + 0.5)
+    figure = blank_figure(9, 0.3 * sum(heights) + 0.5)
     panels = figure.subplots(len(ladders), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     top = max(max(row["ratio_samples"]) for rows in ladders.values() for row in rows)
     kinds = {LATENCY: "on the way to the fastest", ASIDE: "tried beside it", THROUGHPUT: "many texts at once",
@@ -350,7 +350,7 @@ def plot_standings(boards: Mapping[str, Sequence[PeerResult]], path: str | os.Pa
         raise InputError("boards must hold results. Measure peers first (`make peers`).")
     beams = sorted({one.cell.beams for standings in boards.values() for one in standings})
     models = len({one.model for standings in boards.values() for one in standings})
-    figure = _figure(4.4 * len(beams) + 0.6, (2.9 + 0.3 * (models - 1)) * len(boards) + 0.3)
+    figure = blank_figure(4.4 * len(beams) + 0.6, (2.9 + 0.3 * (models - 1)) * len(boards) + 0.3)
     panels = figure.subplots(len(boards), len(beams), squeeze=False)
     for panel, (title, these) in zip(panels, boards.items(), strict=True):
         for axes, number in zip(panel, beams, strict=True):
@@ -376,7 +376,7 @@ def plot_shades(
     title: str, path: str | os.PathLike[str] | None = None,
 ) -> Figure:  # fmt: skip
     """A table of texts on shades of blue, from white for 0 or NaN to dark for the largest."""
-    figure = _figure(1.25 * len(across) + 0.6, 0.5 * len(down) + 1.1)
+    figure = blank_figure(1.25 * len(across) + 0.6, 0.5 * len(down) + 1.1)
     axes = figure.subplots()
     for y, row in enumerate(texts):
         for x, text in enumerate(row):
@@ -420,7 +420,7 @@ def plot_losses(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figur
     """
     if not rows:
         raise InputError("There are no rows to draw: log.jsonl is empty until the first validation.")
-    figure = _figure(8, 3.6)
+    figure = blank_figure(8, 3.6)
     axes = figure.subplots()
     steps = [row["step"] for row in rows]
     for task, colour in TASKS.items():

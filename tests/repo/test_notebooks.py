@@ -25,6 +25,7 @@ LONGEST_CELL = 25  # lines
 LARGEST_FILE = 300_000
 LONGEST_S = 45
 OURS = ("t5accel", "bench", "training")
+SHARED = ("bench.figures", "bench.drawings", "bench.results", "bench.teaching")
 # Guarded imports: optimum is absent on transformers 5.x, google.colab everywhere else than there.
 MAY_BE_ABSENT = {"optimum", "google"}
 VOLATILE = {"widgets", "execution", "ExecuteTime", "executionInfo", "outputId", "papermill", "vscode", "scrolled"}
@@ -106,9 +107,10 @@ def test_code_cells_are_short(path: Path) -> None:
 
 
 def own_names(source: str) -> set[str]:
-    """What a cell imports from this repository."""
+    """What a cell imports from this repository, without the helpers that every notebook shares."""
     tree = ast.parse(TransformerManager().transform_cell(source))
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    froms = [node for node in froms if node.module not in SHARED]
     names = {alias.name for node in froms if node.module.split(".")[0] in OURS for alias in node.names}
     plain = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     return names | {name for name in plain if name.split(".")[0] in OURS}
