@@ -151,14 +151,13 @@ def _require_alike(rows: Rows, keys: Sequence[str]) -> None:
 
 
 def blank_figure(width: float, height: float) -> Figure:
+    """An empty figure that a notebook shows without pyplot; sizes in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPackageError(f"Drawing needs matplotlib: {install('course')}.") from error
 
     class Picture(Figure):
-        """A figure that a notebook shows without pyplot."""
-
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()
             self.savefig(file, format="png", dpi=DPI)
