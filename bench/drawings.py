@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,4 +36,32 @@ def attention_work(steps: int = 8, source: int = 12) -> Figure:
         axes.set_title(f"{title}: {int((cells == 2).sum())} computed", fontsize=11)
         axes.set_xlabel("source position" if "cross" in title else "output position", fontsize=11)
     every[0].set_ylabel("decoding step", fontsize=11)
+    return figure
+
+
+def rewritings(cases: Mapping[str, tuple[Sequence[str], Sequence[str]]]) -> Figure:
+    """Chains of operators before (top) and after (bottom) an optimiser, a column for each titled case.
+
+    Operators that only the second row has are orange.
+    """
+    figure = blank_figure(2.1 * len(cases) + 0.4, 4.6)
+    longest = [max(len(chains[row]) for chains in cases.values()) for row in (0, 1)]
+    every = figure.subplots(2, len(cases), squeeze=False, height_ratios=[n + 0.5 for n in longest])
+    for column, (title, chains) in enumerate(cases.items()):
+        for row, chain in enumerate(chains):
+            axes = every[row, column]
+            for place, operator in enumerate(chain):
+                colour = "#bcd7e6" if operator in chains[0] else "#f3c98b"
+                box = {"boxstyle": "round,pad=0.35", "fc": colour, "ec": "none"}
+                text = re.sub(r"(?<=[a-z])(?=Layer)", "\n", operator)
+                axes.text(0, -place, text, ha="center", va="center", fontsize=10, bbox=box)
+                if place:
+                    arrow = {"arrowstyle": "->", "color": "#777777"}
+                    axes.annotate("", (0, 0.28 - place), (0, 0.72 - place), arrowprops=arrow)
+            axes.set(xlim=(-1, 1), ylim=(0.2 - longest[row], 0.7))
+            axes.axis("off")
+        every[0, column].set_title(title, fontsize=11)
+    for row, text in enumerate(("as written", "rewritten")):
+        axes = every[row, 0]
+        axes.text(-0.2, 0.5, text, transform=axes.transAxes, rotation=90, va="center", fontsize=11)
     return figure
