@@ -23,14 +23,7 @@ from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
-from t5accel.errors import (
-    CancelledError,
-    DeadlineError,
-    EngineError,
-    InputError,
-    QueueFullError,
-    ShuttingDownError,
-)
+from t5accel.errors import CancelledError, DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.request import GenerationRequest, GenerationResult, RequestHandle
 from t5accel.serve.scheduler import Scheduler
