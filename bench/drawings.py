@@ -108,3 +108,46 @@ def course_map(parts: Mapping[str, tuple[float, float, str]]) -> Figure:
     axes.legend(frameon=False, fontsize=11, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def beam_tree() -> Figure:
+    """Two beams in the language of five words: kept (blue), dropped (grey) and ended (orange) beginnings."""
+    nodes = {  # text, step, height, probability, parent, kept
+        "": ("(start)", 0, 2.6, 1, None, True),
+        "the": ("the", 1, 3.7, 0.6, "", True), "a": ("a", 1, 1.2, 0.4, "", True),
+        "tc": ("the cat", 2, 4.6, 0.24, "the", True), "td": ("the dog", 2, 3.65, 0.21, "the", False),
+        "t.": ("the .", 2, 2.7, 0.15, "the", False), "ac": ("a cat", 2, 1.6, 0.36, "a", True),
+        "ad": ("a dog", 2, 0.65, 0.04, "a", False), "tc.": ("the cat .", 3, 4.6, 0.216, "tc", True),
+        "ac.": ("a cat .", 3, 1.6, 0.324, "ac", True),
+    }  # fmt: skip
+    figure = blank_figure(9, 3.6)
+    axes = figure.subplots()
+    for name, (text, x, y, odds, parent, kept) in nodes.items():
+        colour = "#f3c98b" if name in ("tc.", "ac.") else "#bcd7e6" if kept else "#eceff2"
+        place, ink = (x - 0.22, y - 0.38, 0.44, 0.76), "black" if kept else "#777777"
+        _box(axes, place, f"{text}\n{odds:.3g}", colour, color=ink)
+        if parent is not None:
+            _arrow(axes, (nodes[parent][1] + 0.22, nodes[parent][2]), (x - 0.22, y))
+    axes.set(xlim=(-0.3, 3.3), ylim=(0.1, 5.1), yticks=[])
+    axes.set_xticks(range(4), ["", "step 1", "step 2", "step 3"], fontsize=11)
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    return figure
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str) -> Figure:
+    """A bar for each row, divided into its named parts."""
+    figure = blank_figure(8.5, 1.3 + 0.5 * len(rows))
+    axes = figure.subplots()
+    colours = ("#2a6f97", "#9cc4da", "#c1666b", "#e09f3e", "#b8c2cc")
+    for place, parts in enumerate(rows.values()):
+        left = 0.0
+        for colour, (name, size) in zip(colours, parts.items(), strict=False):
+            axes.barh(place, size, left=left, color=colour, height=0.6, label=None if place else name)
+            left += size
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=11)
+    axes.invert_yaxis()
+    axes.set_xlabel(xlabel, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, fontsize=11, ncols=5, loc="outside upper center")
+    return figure
