@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.figures import blank_figure
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -64,4 +67,115 @@ def rewritings(cases: Mapping[str, tuple[Sequence[str], Sequence[str]]]) -> Figu
     for row, text in enumerate(("as written", "rewritten")):
         axes = every[row, 0]
         axes.text(-0.2, 0.5, text, transform=axes.transAxes, rotation=90, va="center", fontsize=11)
+def _box(axes: Axes, place: tuple[float, float, float, float], text: str, colour: str, **options: Any) -> None:
+    """A rounded box (left, bottom, width, height) with text in its middle."""
+    from matplotlib.patches import FancyBboxPatch
+
+    left, bottom, width, height = place
+    axes.add_patch(
+        FancyBboxPatch((left, bottom), width, height, boxstyle="round,pad=0,rounding_size=0.08", fc=colour, ec="none")
+    )
+    axes.text(left + width / 2, bottom + height / 2, text, ha="center", va="center", **{"fontsize": 11, **options})
+
+
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], bend: str = "arc3") -> None:
+    style = {"arrowstyle": "-|>", "color": "#444444", "connectionstyle": bend, "shrinkA": 0, "shrinkB": 0, "lw": 1.3}
+    axes.annotate("", end, start, arrowprops=style)
+
+
+def t5_step() -> Figure:
+    """One decoding step of a T5: the encoder that ran once, the decoder's loop, both caches and the head."""
+    figure = blank_figure(10, 5.2)
+    axes = figure.subplots()
+    axes.set(xlim=(0, 12.4), ylim=(0, 6.3))
+    axes.axis("off")
+    _box(axes, (0, 0, 4.1, 6.3), "", "#f1f4f6")
+    _box(axes, (6.75, 0, 5.65, 6.3), "", "#f1f4f6")
+    axes.text(2.05, 5.98, "once for each text", ha="center", va="center", fontsize=12, fontweight="bold")
+    axes.text(9.58, 5.98, "once for each new token", ha="center", va="center", fontsize=12, fontweight="bold")
+    dark, light, kept = "#9cc4da", "#d9e8f0", "#f3c98b"
+    _box(axes, (0.3, 0.25, 3.5, 0.75), "source tokens\n“… Where is my bag?”", "white")
+    every_layer = "every layer: self-attention,\nfeed-forward; all tokens\nof the source at once"
+    _box(axes, (0.3, 1.75, 3.5, 2.2), f"encoder\n\n{every_layer}", dark)
+    _box(axes, (0.3, 4.7, 3.5, 0.75), "encoder output:\none vector per source token", "white")
+    _box(axes, (4.4, 3.15, 2.05, 1.3), "cache of\ncross-attention\n(fixed)", kept)
+    _box(axes, (4.4, 1.3, 2.05, 1.3), "cache of\nself-attention\n(grows)", kept)
+    _box(axes, (7.0, 0.25, 3.1, 0.75), "the newest token\n“est”", "white")
+    _box(axes, (7.0, 1.35, 3.1, 2.95), "", dark)
+    axes.text(10.2, 2.8, "decoder,\nevery layer", va="center", fontsize=11)
+    for bottom, name in ((1.5, "self-attention"), (2.45, "cross-attention"), (3.4, "feed-forward")):
+        _box(axes, (7.15, bottom, 2.8, 0.75), name, light)
+    _box(axes, (7.0, 4.7, 3.1, 0.75), "head: a score (logit)\nfor every known token", dark)
+    _box(axes, (10.65, 4.7, 1.5, 0.75), "choice:\n“mon”", "white")
+    for start, end in (((2.05, 1.0), (2.05, 1.75)), ((2.05, 3.95), (2.05, 4.7)), ((8.55, 1.0), (8.55, 1.35)),
+                       ((8.55, 4.3), (8.55, 4.7)), ((10.1, 5.07), (10.65, 5.07)), ((6.45, 3.5), (7.15, 2.9)),
+                       ((6.45, 2.15), (7.15, 2.0))):  # fmt: skip
+        _arrow(axes, start, end)
+    _arrow(axes, (7.15, 1.75), (6.45, 1.75))
+    _arrow(axes, (3.8, 5.07), (5.4, 4.45), "angle,angleA=0,angleB=90,rad=6")
+    _arrow(axes, (11.6, 4.7), (10.1, 0.62), "angle,angleA=90,angleB=0,rad=6")
+    axes.text(11.6, 1.45, "next step", ha="center", va="bottom", fontsize=11, bbox={"fc": "#f1f4f6", "ec": "none"})
+    axes.text(5.5, 4.75, "keys, values", ha="left", va="center", fontsize=11)
+    return figure
+
+
+def course_map(parts: Mapping[str, tuple[float, float, str]]) -> Figure:
+    """For each part of a generation a bar of ms, a mark at the least ms, and the notebooks that attack it."""
+    figure = blank_figure(9.5, 0.9 + 0.55 * len(parts))
+    axes = figure.subplots()
+    longest = max(ms for ms, _, _ in parts.values())
+    for place, (ms, least, notebooks) in enumerate(parts.values()):
+        axes.barh(place, ms, color="#2a6f97", height=0.6, label=None if place else "measured")
+        mark = [place - 0.38, place + 0.38]
+        axes.plot([least, least], mark, color="#e09f3e", lw=4, label=None if place else "least time")
+        axes.text(max(ms, least) + longest / 60, place, notebooks, va="center", fontsize=11)
+    axes.set_yticks(range(len(parts)), list(parts), fontsize=11)
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest * 1.75)
+    axes.set_xlabel("ms for one text", fontsize=11)
+    axes.legend(frameon=False, fontsize=11, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def beam_tree() -> Figure:
+    """Two beams in the language of five words: kept (blue), dropped (grey) and ended (orange) beginnings."""
+    nodes = {  # text, step, height, probability, parent, kept
+        "": ("(start)", 0, 2.6, 1, None, True),
+        "the": ("the", 1, 3.7, 0.6, "", True), "a": ("a", 1, 1.2, 0.4, "", True),
+        "tc": ("the cat", 2, 4.6, 0.24, "the", True), "td": ("the dog", 2, 3.65, 0.21, "the", False),
+        "t.": ("the .", 2, 2.7, 0.15, "the", False), "ac": ("a cat", 2, 1.6, 0.36, "a", True),
+        "ad": ("a dog", 2, 0.65, 0.04, "a", False), "tc.": ("the cat .", 3, 4.6, 0.216, "tc", True),
+        "ac.": ("a cat .", 3, 1.6, 0.324, "ac", True),
+    }  # fmt: skip
+    figure = blank_figure(9, 3.6)
+    axes = figure.subplots()
+    for name, (text, x, y, odds, parent, kept) in nodes.items():
+        colour = "#f3c98b" if name in ("tc.", "ac.") else "#bcd7e6" if kept else "#eceff2"
+        place, ink = (x - 0.22, y - 0.38, 0.44, 0.76), "black" if kept else "#777777"
+        _box(axes, place, f"{text}\n{odds:.3g}", colour, color=ink)
+        if parent is not None:
+            _arrow(axes, (nodes[parent][1] + 0.22, nodes[parent][2]), (x - 0.22, y))
+    axes.set(xlim=(-0.3, 3.3), ylim=(0.1, 5.1), yticks=[])
+    axes.set_xticks(range(4), ["", "step 1", "step 2", "step 3"], fontsize=11)
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    return figure
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str) -> Figure:
+    """A bar for each row, divided into its named parts."""
+    figure = blank_figure(8.5, 1.3 + 0.5 * len(rows))
+    axes = figure.subplots()
+    colours = ("#2a6f97", "#9cc4da", "#c1666b", "#e09f3e", "#b8c2cc")
+    for place, parts in enumerate(rows.values()):
+        left = 0.0
+        for colour, (name, size) in zip(colours, parts.items(), strict=False):
+            axes.barh(place, size, left=left, color=colour, height=0.6, label=None if place else name)
+            left += size
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=11)
+    axes.invert_yaxis()
+    axes.set_xlabel(xlabel, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, fontsize=11, ncols=5, loc="outside upper center")
     return figure
