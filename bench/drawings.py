@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -269,4 +270,28 @@ def handed_over(sizes: Mapping[str, int]) -> Figure:
         axes.set(xlim=(-0.05, 4.55), ylim=(-0.1, 6.2))
         axes.set_title("bound: what stays is named once" if bound else "fed: everything, in every step", loc="left")
         axes.axis("off")
+def rounding_levels(cases: Mapping[str, tuple[np.ndarray, int]], bits: int = 4, top: float = 0.65) -> Figure:
+    """Numbers, the values that their block's scale allows, and what rounding makes of them.
+
+    ``cases`` maps a title to a row and its block size; numbers above ``top`` are named, not drawn.
+    """
+    figure = blank_figure(10, 3.2)
+    largest = 2 ** (bits - 1) - 1
+    for axes, (title, (row, block)) in zip(figure.subplots(1, len(cases), sharey=True), cases.items(), strict=True):
+        scales = np.abs(row.reshape(-1, block)).max(axis=1) / largest
+        for place, scale in enumerate(scales):
+            levels = np.arange(-largest, largest + 1) * scale
+            axes.hlines(levels, place * block - 0.5, (place + 1) * block - 0.5, color="#bcd7e6", linewidth=1.2)
+        near = np.rint(row / np.repeat(scales, block)) * np.repeat(scales, block)
+        axes.vlines(range(len(row)), row, near, color="#c1666b", linewidth=2)
+        axes.plot(row, "o", color="#1f5f87", label="number")
+        axes.plot(near, "x", color="#c1666b", markersize=8, markeredgewidth=2, label="rounded")
+        for place in np.flatnonzero(row > top):
+            axes.annotate(f"{row[place]:g}", (place, top), (place, 0.72 * top), ha="center", fontsize=11,
+                          color="#1f5f87", arrowprops={"arrowstyle": "->"})  # fmt: skip
+        axes.set(ylim=(-top, top), xticks=[])
+        axes.set_title(title, fontsize=11)
+        axes.tick_params(labelsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=11)
     return figure
