@@ -295,3 +295,26 @@ def rounding_levels(cases: Mapping[str, tuple[np.ndarray, int]], bits: int = 4, 
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=11)
     return figure
+
+
+def launch_timeline(kernels: int = 6, launch: float = 1.0, kernel: float = 0.35) -> Figure:
+    """The host and the GPU over time: kernels launched one by one, and replayed as a graph."""
+    figure = blank_figure(9, 3.1)
+    every = figure.subplots(2, 1, sharex=True)
+    for axes, title in zip(every, ("launched one by one", "replayed as a CUDA graph"), strict=True):
+        graph = "graph" in title
+        asked = [(0.0, launch)] if graph else [(place * launch, launch) for place in range(kernels)]
+        first = [launch + place * (kernel + 0.06 if graph else launch) for place in range(kernels)]
+        axes.broken_barh(asked, (1.1, 0.8), facecolor="#c1666b", edgecolor="white", linewidth=1.5)
+        axes.broken_barh([(begin, kernel) for begin in first], (0.1, 0.8), facecolor="#2a6f97")
+        end = first[-1] + kernel
+        axes.axvline(end, color="#777777", linestyle=":")
+        axes.text(end + 0.06, 1.0, "token", va="center", fontsize=11)
+        axes.set_yticks([0.5, 1.5], ["GPU: kernels", "host: launches"], fontsize=11)
+        axes.set(xlim=(0, (kernels + 1) * launch), ylim=(0, 2))
+        axes.set_xticks([])
+        axes.set_title(title, loc="left", fontsize=12)
+        axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+        axes.tick_params(length=0)
+    every[1].set_xlabel("time", fontsize=11)
+    return figure
