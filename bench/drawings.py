@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +65,8 @@ def rewritings(cases: Mapping[str, tuple[Sequence[str], Sequence[str]]]) -> Figu
     for row, text in enumerate(("as written", "rewritten")):
         axes = every[row, 0]
         axes.text(-0.2, 0.5, text, transform=axes.transAxes, rotation=90, va="center", fontsize=11)
+
+
 def _box(axes: Axes, place: tuple[float, float, float, float], text: str, colour: str, **options: Any) -> None:
     """A rounded box (left, bottom, width, height) with text in its middle."""
     from matplotlib.patches import FancyBboxPatch
@@ -179,6 +178,8 @@ def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str) -> Figure:
     axes.set_xlabel(xlabel, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=11, ncols=5, loc="outside upper center")
+
+
 # For each graph of a layout: what goes in, its name, and when it runs.
 _SPLITS = {
     "whole": [("source, all tokens so far", "model", "in every step")],
@@ -208,12 +209,12 @@ def split_layouts(layouts: Mapping[str, Sequence[Sequence[str]]], mb: Mapping[st
         seen: set[str] = set()
         for place, (held, (flow, name, when)) in enumerate(zip(graphs, _SPLITS[layout], strict=True)):
             top = -2.3 * place
-            _arrow(axes, top, flow)
+            _flow(axes, top, flow)
             axes.text(0.04, top - 0.3, name, fontsize=11, va="center")
             axes.text(0.04, top - 0.66, when, fontsize=10, va="center", color="#555555")
             _blocks(axes, top, held, seen, mb, shared=layout == "two graphs")
             seen |= {*held}
-        _arrow(axes, -2.3 * len(graphs), "logits")
+        _flow(axes, -2.3 * len(graphs), "logits")
         axes.set(xlim=(-0.02, 1.02), ylim=(-7.1, 0.85))
         axes.set_title(layout, loc="left", fontsize=12)
         axes.axis("off")
@@ -227,7 +228,7 @@ def split_layouts(layouts: Mapping[str, Sequence[Sequence[str]]], mb: Mapping[st
     return figure
 
 
-def _arrow(axes: Axes, top: float, label: str) -> None:
+def _flow(axes: Axes, top: float, label: str) -> None:
     axes.annotate("", (0.08, top), (0.08, top + 0.65), arrowprops={"arrowstyle": "->", "color": "#555555"})
     axes.text(0.14, top + 0.36, label, fontsize=10, va="center", color="#333333")
 
@@ -270,6 +271,8 @@ def handed_over(sizes: Mapping[str, int]) -> Figure:
         axes.set(xlim=(-0.05, 4.55), ylim=(-0.1, 6.2))
         axes.set_title("bound: what stays is named once" if bound else "fed: everything, in every step", loc="left")
         axes.axis("off")
+
+
 def rounding_levels(cases: Mapping[str, tuple[np.ndarray, int]], bits: int = 4, top: float = 0.65) -> Figure:
     """Numbers, the values that their block's scale allows, and what rounding makes of them.
 
