@@ -166,15 +166,6 @@ def test_peak_memory_from_getrusage_knows_its_unit(monkeypatch):
 # --- rates ------------------------------------------------------------------------------------------------------------
 
 
-def test_bandwidth_is_that_of_the_best_pass_and_every_byte_is_read(monkeypatch):
-    read, seconds, dot = [], [2.0, 1.0, 4.0], machine.np.dot
-    monkeypatch.setattr(machine.np, "dot", lambda a, b, out: read.append(a.nbytes) or dot(a, b, out=out))
-    monkeypatch.setattr(machine.timeit, "repeat", lambda run, number, repeat: read.clear() or run() or seconds)
-    rates = machine.read_rates(3 << 20, passes=3)
-    assert rates == [sum(read) / one for one in seconds] and sum(read) >= 60 << 20
-    assert machine.bandwidth_bytes_per_s(3 << 20) == max(rates)
-
-
 def test_bad_values_say_what_was_given():
     refused(machine.bandwidth_bytes_per_s, "size_bytes", 100)
     refused(partial(machine.read_rates, 1 << 20), "passes", 0)
