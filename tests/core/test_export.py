@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import onnx
@@ -21,11 +19,9 @@ import transformers
 from programs import prune_heads, pruned_and_silenced
 from refused import refused
 from silence import quiet
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.checks import read_json_object
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import (
     ExportError,
@@ -44,7 +40,6 @@ from t5accel.graphs.weights import T5Weights
 from t5accel.models.families import BEYOND_T5
 from t5accel.models.random_init import random_model
 from t5accel.models.sizes import T5Dims
-from t5accel.models.t5_math import logit_scale, relative_position_bucket
 from t5accel.parity import ParityError, assert_close
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
@@ -204,40 +199,6 @@ def test_encoder_and_decoder_with_embeddings_of_their_own(tiny_t5, padded_batch)
     new = histories(6, 1, 5)
     expected = teacher_forced(model, *padded_batch, new)
     same_logits(graphs_of(t5_weights(model)).chunks(*padded_batch, new), expected)
-
-
-@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "mt5", "umt5"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_logit_scale_is_the_models(tiny_t5, kind: str, tied: bool) -> None:
-    model = tiny_t5(kind, tie_word_embeddings=tied)
-    scaled = {"mt5": tied and not V5, "umt5": tied or V5}.get(kind, tied)
-    assert logit_scale(model) == (32**-0.5 if scaled else 1.0)
-    # The rule is transformers': ones in place of the decoder's output, and no head.
-    ones = torch.ones((1, 1, 32), dtype=torch.float64)
-    decoded, start = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=ones), torch.zeros((1, 1)).long()
-    with (
-        torch.inference_mode(),
-        patch.object(model.decoder, "forward", lambda *_, **__: decoded),
-        patch.object(model.lm_head, "forward", lambda hidden: hidden),
-    ):
-        asked = model(encoder_outputs=(ones,), decoder_input_ids=start, return_dict=True).logits
-    assert float(asked[0, 0, 0]) == logit_scale(model)
-
-
-def test_buckets_are_those_of_transformers() -> None:
-    from transformers.models.t5.modeling_t5 import T5Attention
-
-    distances = np.arange(-300, 301)
-    for bidirectional in (True, False):
-        for buckets in (4, 8, 16, 31, 32, 64):
-            for reach in (20, 64, 100, 128, 256, 300):
-                options = dict(bidirectional=bidirectional, max_distance=reach)
-                expected = T5Attention._relative_position_bucket(
-                    torch.as_tensor(distances), num_buckets=buckets, **options
-                ).numpy()
-                actual = relative_position_bucket(distances, buckets=buckets, **options)
-                assert actual.dtype == np.int64 and len(np.unique(actual)) > buckets // 3
-                np.testing.assert_array_equal(actual, expected, err_msg=f"{buckets=}, {options}")
 
 
 # The contract, as it is read off the files
@@ -553,13 +514,6 @@ def test_external_weights_are_stored_once(tiny_t5, exported, padded_batch) -> No
         onnx.checker.check_model(str(outside / name), full_check=True)
 
 
-def test_the_threshold_is_the_size_of_the_larger_graph(tiny_t5, tmp_path) -> None:
-    weights = t5_weights(tiny_t5())
-    largest = max(graph.size_bytes for graph in (encoder_graph(weights), decoder_graph(weights)))
-    at, below = (export_model(tiny_t5(), tmp_path / str(t), external_threshold_bytes=t) for t in (largest, largest - 1))
-    assert WEIGHTS not in at.files and WEIGHTS in below.files and at.source == below.source
-
-
 # Silence
 
 
@@ -591,16 +545,6 @@ def test_settings_of_published_models_neither_warn_nor_stop_it(tiny_t5, tmp_path
     assert capfd.readouterr() == ("", "")
     assert {"config.json", "generation_config.json"} <= manifest.files.keys()
     assert json.loads((tmp_path / "x" / "generation_config.json").read_text())["temperature"] == 0.5
-
-
-def test_progress_goes_to_standard_error(tiny_t5, tmp_path, monkeypatch, capfd) -> None:
-    with quiet():
-        export_model(tiny_t5(), tmp_path / "file", name="tiny", progress=True, external_threshold_bytes=0)
-        assert capfd.readouterr() == ("", ""), "a bar is for a terminal"
-        monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
-        export_model(tiny_t5(), tmp_path / "x", name="tiny", progress=True)
-    out, err = capfd.readouterr()
-    assert out == "" and "exporting tiny" in err and "100%" in err
 
 
 # What cannot be exported
@@ -659,26 +603,6 @@ def test_the_hash_is_that_of_the_values(tiny_t5, tmp_path) -> None:
 
 
 # Files that are read
-
-
-NOT_OBJECTS: dict[str, Callable[[Path], Any]] = {
-    "missing": lambda path: None,
-    "a named pipe": os.mkfifo,
-    "a folder": Path.mkdir,
-    "nested too deeply": lambda path: path.write_text("[" * 100_000 + "]" * 100_000),
-    "no JSON": lambda path: path.write_bytes(b'{"a": \xff}'),
-    "null": lambda path: path.write_text("null"),
-    "a number": lambda path: path.write_text("NaN"),
-    "at most": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
-}
-
-
-@pytest.mark.parametrize("kind", NOT_OBJECTS)
-def test_what_holds_no_json_object_is_refused_in_a_sentence(tmp_path, monkeypatch, kind: str) -> None:
-    monkeypatch.chdir(tmp_path)  # a socket's name must be short
-    NOT_OBJECTS[kind](Path("config.json"))
-    with pytest.raises(ExportError, match=rf"^config\.json .*{kind}.* Export again\.$"):
-        read_json_object(Path("config.json"), ExportError, "Export again.")
 
 
 def test_a_model_with_tokens_outside_its_vocabulary_is_not_exported(tiny_t5, tmp_path) -> None:

@@ -29,18 +29,16 @@ from test_encoder_cache import check, in_threads, logits_of
 
 from bench.baselines.ort_cuda_graph import OrtCaptured
 from bench.baselines.ort_iobinding import OrtBound
-from bench.profiling import bytes_per_step
 from t5accel.backends import ort_cuda, ort_memory
 from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
 from t5accel.backends.ort_memory import run_into
-from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, expand_index_to_heads
+from t5accel.backends.ort_numpy import OrtNumpy, expand_index_to_heads
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.export import export_model
-from t5accel.models.sizes import T5Dims
 from t5accel.parity import assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -299,24 +297,6 @@ def test_on_cuda(runtime: type[OrtNumpy], exported, tiny_t5, kind: str, padded_b
 # The encoder cache and threads
 
 
-def test_splitting_and_joining_make_new_memory(opened, runtime, padded_batch) -> None:
-    """That they are the same sources is in `test_conformance`."""
-    backend = opened(runtime)
-    source, dims = backend.encode(*padded_batch), backend.dims
-    parts = [*backend.split(source), backend.join([source])]
-    assert [part.mask.shape for part in parts] == [(1, n) for n in (9, 5, 3, 7, 2, 8)] + [(6, 9)]
-    assert backend.source_bytes(source) == 6 * 9 * (2 * sum(dims.cross_heads) * dims.d_kv * 4 + 8)
-
-    def addresses(of: OrtSource) -> set[int]:
-        arrays = (backend._array(value) for value in of.inputs.values())
-        return {array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data for array in arrays}
-
-    own = addresses(source)
-    assert len(own) == 7 and not any(own & addresses(part) for part in parts)
-    single = backend.encode(*(array[:1] for array in padded_batch))
-    assert not addresses(single) & (addresses(backend.join([single])) | addresses(backend.split(single)[0]))
-
-
 def test_threads_share_a_backend(opened, padded_batch) -> None:
     """Each decodes sources of their own; one encodes and starts, too, and one decodes a source that all share."""
     backend, (ids, mask) = opened(OrtNumpy), padded_batch
@@ -459,46 +439,6 @@ def test_a_greedy_step_copies_only_tokens_to_the_host(exported, tiny_t5, padded_
     assert {*shapes} == {(6, 1)} and len(shapes) >= 5
     expected = greedy(TorchEager(tiny_t5()), *padded_batch, **options).sequences
     np.testing.assert_array_equal(found, expected)
-
-
-def test_the_session_writes_into_bound_tensors(opened, padded_batch, monkeypatch) -> None:
-    """A step returns as past what was bound, without a copy; cross-attention is bound once."""
-    backend = opened(OrtPointers)
-    bound: dict[str, torch.Tensor] = {}
-
-    def recording(binding: Any, name: str, tensor: torch.Tensor, **options: Any) -> None:
-        bound[name] = tensor
-        bind_tensor(binding, name, tensor, **options)
-
-    monkeypatch.setattr(ort_cuda, "bind_tensor", recording)
-    state = backend.new_state(backend.encode(*padded_batch))
-    for _ in range(2):
-        before = state.past
-        backend.step(state, histories_of(6, 1, 2))
-        assert all(bound[name] is tensor for name, tensor in zip(backend.past_names, before, strict=True))
-        assert all(bound[name] is tensor for name, tensor in zip(backend.outputs[1:], state.past, strict=True))
-        assert all(bound[name] is state.source.inputs[name] for name in backend.cross_names)
-    bound.clear()
-    backend.step(state, histories_of(6, 1, 2))
-    assert bound and not bound.keys() & set(backend.cross_names)
-
-
-# Bytes
-
-
-def test_bytes_of_unequal_layers_and_half_precision() -> None:
-    dims = T5Dims(100, 8, 6, (2,), (1, 3), (2, 1), (16,), (16, 16), gated=False, tied=True)
-    step = bytes_per_step(dims, batch=2, rows=3, past=5, new=1, source=7, element_bytes=2)
-    assert step["fed"].handed_in == {
-        "input_ids": 2 * 3 * 8,
-        "past_mask": 2 * 3 * 5 * 8,
-        "self_attention": 2 * 3 * 5 * (1 + 3) * 6 * 2 * 2,
-        "cross_attention": 2 * 7 * (2 + 1) * 6 * 2 * 2,
-        "attention_mask": 2 * 7 * 8,
-    }
-    assert step["fed"].taken_back == {"logits": 2 * 3 * 100 * 4, "self_attention": 2 * 3 * 6 * (1 + 3) * 6 * 2 * 2}
-    assert step["bound"].handed_in == {"input_ids": 48, "past_mask": 240}
-    assert step["bound"].taken_back == {"logits": 2400}
 
 
 # Other processes
