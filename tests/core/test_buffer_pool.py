@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 
 from t5accel.backends import ort_memory
-from t5accel.backends.ort_memory import BufferPool, ScratchBuffer
+from t5accel.backends.ort_memory import BufferPool
 from t5accel.backends.ort_numpy import OrtNumpy
-
-
-def address(array: np.ndarray) -> int:
-    return array.ctypes.data
 
 
 @pytest.mark.parametrize(
@@ -50,23 +46,6 @@ def test_threads_never_get_the_same_memory_at_once():
     for thread in threads:
         thread.join()
     assert not failures
-
-
-def test_rows_are_gathered_into_memory_that_the_step_before_used():
-    spare, rng = ScratchBuffer(), np.random.default_rng(0)
-    addresses = set()
-    for width in range(1, 9):  # a past that grows by every step
-        past = [rng.normal(size=(6, width)) for _ in range(2)]
-        index = rng.integers(0, 6, 6)
-        found = spare.gather(past, [index] * len(past))
-        assert all((new == old[index]).all() for new, old in zip(found, past, strict=True))
-        addresses.add(address(found[0]))
-    assert len(addresses) < 5
-    once = spare.gather(past, [index] * len(past))
-    before = [array.copy() for array in once]
-    twice = spare.gather(once, [index] * len(once))  # without a step between
-    assert all((array == copy).all() for array, copy in zip(once, before, strict=True))
-    assert all((new == old[index]).all() for new, old in zip(twice, before, strict=True))
 
 
 def test_a_source_keeps_its_numbers_while_others_are_encoded(exported, monkeypatch):

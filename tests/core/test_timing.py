@@ -65,18 +65,6 @@ def test_what_is_refused():
     refused(partial(Candidate, "a", print), "work", {"batch": 1}, match="timing.Work")
 
 
-@pytest.mark.parametrize(
-    ("samples", "text"),
-    [
-        ((0.0119, 0.0123, 0.0130), "12.3 ms (11.9–13.0, n=3)"),
-        ((2.0,), "2.00 s (2.00–2.00, n=1)"),
-        ((4e-6, 5e-6), "4.50 µs (4.00–5.00, n=2)"),
-    ],
-)
-def test_latency_prints_its_unit_range_and_count(samples, text):
-    assert str(Latency(samples)) == text
-
-
 def test_latency_per_token_divides_every_sample_and_refuses_zero():
     assert Latency((2.0, 4.0)).per(4).samples_s == (0.5, 1.0)
     with pytest.raises(InputError, match="count"):
