@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -225,20 +224,6 @@ def test_manifests_that_are_none(whole: Path, data: bytes) -> None:
         assert re.search(AGAIN, str(caught.value))
 
 
-@pytest.mark.parametrize("kind", ["nothing", "empty", "file", "folder"])
-def test_folders_without_a_manifest(tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "x"
-    if kind == "file":
-        folder.write_text("text")
-    elif kind != "nothing":
-        folder.mkdir()
-    if kind == "folder":
-        (folder / MANIFEST).mkdir()
-    for read in (read_manifest, OrtNumpy):
-        with pytest.raises(ExportError, match=MANIFEST):
-            read(folder)
-
-
 def check_reading(folder: Path, write: Callable[[], Any]) -> None:
     """The manifest is refused, or it is read as it stands there: nothing is made of it that it does not say."""
     path = folder / MANIFEST
@@ -418,18 +403,6 @@ def test_a_flush_that_folders_do_not_know_is_no_failure(tiny_t5, tmp_path: Path,
 
     monkeypatch.setattr(os, "fsync", fsync)
     assert export_model(tiny_t5(), tmp_path / "x") == read_manifest(tmp_path / "x")
-
-
-def test_the_tokenizers_own_errors(tiny_t5, tmp_path: Path) -> None:
-    class Tokenizer:
-        error: BaseException = Exception("File too large (os error 27)")  # what the tokenizers library raises
-
-        def save_pretrained(self, folder: Path) -> None:
-            raise self.error
-
-    with pytest.raises(ExportError, match="tokenizer.*os error 27"):
-        export_model(tiny_t5(), tmp_path / "x", tokenizer=Tokenizer())
-    assert not beside(tmp_path)
 
 
 # Beside the folder
@@ -680,34 +653,3 @@ def test_processes_that_export_different_models_do_not_mix_them(tmp_path: Path) 
     answers, written = together(tmp_path / "model", 1, 2)
     assert written == 2 and answers.count(read_manifest(tmp_path / "model")) == 1
     assert any(re.match(f"ExportError: .*{AGAIN}", str(answer)) for answer in answers)
-
-
-def export_without_permission(folder: Path, say: Callable[[Any], None]) -> None:
-    model, answers = random_t5(SMALL, seed=1), []
-    export_model(model, folder / "warm")  # imports everything, for soon nothing can be read any more
-    for name in ("unreadable", "closed"):
-        shutil.copytree(folder / "warm", folder / name)
-    (folder / "unreadable" / MANIFEST).chmod(0)
-    (folder / "closed").chmod(0)
-    folder.chmod(0o555)
-    if os.geteuid() == 0:
-        os.seteuid(65534)  # nobody
-    for attempt in (
-        *(partial(export_model, model, folder / name, overwrite=True) for name in ("x", "x/y", "warm", "closed")),
-        *(partial(read_manifest, folder / name) for name in ("unreadable", "closed", "warm")),
-    ):
-        try:
-            answers.append(type(attempt()).__name__)
-        except Exception as error:
-            answers.append(f"{type(error).__name__}: {error}")
-    say(answers)
-
-
-@needs_fork
-def test_without_permission() -> None:
-    with tempfile.TemporaryDirectory() as name:  # pytest's own is closed to others
-        answers = Child(export_without_permission, Path(name)).last_word()
-        Path(name).chmod(0o755)
-    assert answers[-1] == "Manifest"
-    for answer in answers[:-1]:
-        assert re.match("ExportError: .*[Pp]ermission denied", answer)

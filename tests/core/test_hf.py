@@ -453,20 +453,6 @@ def test_a_program_of_operations(tiny_t5, build, batch) -> None:
     check_program(own, behind(build(own), own), batch, PROGRAM)
 
 
-@torch.no_grad()
-def test_crop_reads_its_argument_as_transformers_does(pair, batch) -> None:
-    own, ours = pair
-    one = {name: tensor[:1] for name, tensor in batch.items()}
-    theirs = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    own(**one, decoder_input_ids=decoder_ids(1, 5), past_key_values=theirs)
-    cache = ours.encoder(**one).start(ours.backend)
-    ours(**ours.prepare_inputs_for_generation(decoder_ids(1, 5), past_key_values=cache))
-    for argument in (-1, -2, 0) if V5 else (7, -1, 3, 0):
-        theirs.crop(argument)
-        cache.crop(argument)
-        assert cache.get_seq_length() == theirs.get_seq_length()
-
-
 def test_a_crop_beyond_what_is_known(pair, batch) -> None:
     _, ours = pair
     cache = ours(**batch, decoder_input_ids=decoder_ids(6, 3)).past_key_values
@@ -481,22 +467,6 @@ def test_a_crop_beyond_what_is_known(pair, batch) -> None:
     cache.reorder_cache(torch.arange(6))
     with pytest.raises(InputError, match="crop"):
         cache.crop(-2)  # the rows of the tokens that were seen may be others now
-
-
-def test_a_crop_after_padding(pair, batch) -> None:
-    _, ours = pair
-    cache = ours.encoder(**batch).start(ours.backend)
-    tokens, mask = decoder_ids(6, 4), torch.ones(6, 4, dtype=torch.int64)
-    mask[2, :2] = 0
-    given = dict(past_key_values=cache, decoder_attention_mask=mask)
-    ours(**ours.prepare_inputs_for_generation(tokens, **given))
-    with pytest.raises(InputError, match="crop"):
-        cache.crop(-1)
-    logits = ours(past_key_values=cache, decoder_input_ids=tokens[:, :1]).logits
-    cache.crop(-1)
-    assert torch.allclose(ours(past_key_values=cache, decoder_input_ids=tokens[:, :1]).logits, logits, atol=ATOL)
-    with pytest.raises(InputError, match="crop"):
-        cache.crop(-2)
 
 
 def test_rows_that_cannot_be_reordered_or_selected(pair, batch) -> None:
