@@ -80,12 +80,6 @@ def test_weights_sum_to_one_and_follow_the_labels_or_the_phase(targets):
     assert [weight / by_batch[0] for weight in by_batch[1:]] == pytest.approx([0.2 / 0.5] * (len(targets) - 1))
 
 
-def test_a_block_is_a_function_of_seed_and_number():
-    first = list(draw_block(SMALL, characters, 0, 0))
-    assert first == list(draw_block(SMALL, characters, 0, 0))
-    assert first != list(draw_block(SMALL, characters, 0, 1)) and first != list(draw_block(SMALL, characters, 1, 0))
-
-
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_step_sees_translation_and_the_other_tasks_as_its_phase_says(number):
     parts = {part.task: part for part in PHASES[number].parts}
