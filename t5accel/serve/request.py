@@ -77,7 +77,6 @@ class GenerationRequest:
 
     @property
     def rows(self) -> int:
-        """Rows in the batch."""
         return self.num_return_sequences if self.sampling is not None else self.num_beams
 
     @property
@@ -133,7 +132,6 @@ class RequestHandle:
 
     @property
     def is_done(self) -> bool:
-        """Whether there are results or an error."""
         return self._done.is_set()
 
     def cancel(self) -> None:
@@ -152,7 +150,6 @@ class RequestHandle:
         return self.answers
 
     def finish(self, now: float, answers: list[GenerationResult] | None = None, error: Exception | None = None) -> None:
-        """Set the results or the error; called by the scheduler."""
         self.answers, self.error, self.done_s = answers or [], error, now
         self._done.set()
 

@@ -45,7 +45,6 @@ class GreedySequence:
 
     @property
     def suppressed(self) -> SuppressedTokens:
-        """Suppressed next tokens."""
         return self._rules.suppressed(self._ends if len(self.tokens) < self.shortest else ())
 
     @property
@@ -55,7 +54,6 @@ class GreedySequence:
 
     @property
     def forced(self) -> int | None:
-        """The next token, if it is forced."""
         return self._rules.forced_token(len(self.tokens), longest=self._longest)
 
     def append(self, token: int) -> None:
@@ -186,7 +184,6 @@ class RunningBatch:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return sum(part.rows.size for part in self.parts)
 
     def add(self, source: Source, parts: Sequence[RunningSequence]) -> None:
@@ -222,7 +219,6 @@ class RunningBatch:
             part.rows = place[part.rows]
 
     def clear(self) -> None:
-        """Remove all sequences and the state."""
         self.parts, self._state, self._next = [], None, self._next[:0]
 
     def step(self) -> list[RunningSequence]:

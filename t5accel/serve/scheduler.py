@@ -120,17 +120,14 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Requests in the batch."""
         return len(self._running)
 
     @property
     def rows(self) -> int:
-        """Rows of the batch."""
         return self._batch.rows
 
     @property
@@ -141,7 +138,6 @@ class Scheduler:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def busy_s(self) -> float:
@@ -150,7 +146,6 @@ class Scheduler:
         return 0.0 if began is None else self._clock() - began
 
     def submit(self, request: GenerationRequest) -> RequestHandle:
-        """Queue one request; see `submit_all`."""
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[GenerationRequest]) -> list[RequestHandle]:

@@ -45,7 +45,6 @@ class Service:
         self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
 
     def close(self) -> None:
-        """End its threads."""
         self.scheduler.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
@@ -211,16 +210,13 @@ class StopStrings:
         return any(text in found for text in self._texts)
 
     def cut(self, found: str) -> str:
-        """The text before the first stop string."""
         return found[: min((at for text in self._texts if (at := found.find(text)) >= 0), default=len(found))]
 
     def held(self, found: str) -> int:
         """How many last characters of a text may begin a stop string."""
         most = min(len(found), max(map(len, self._texts)) - 1)
-        return next((size for size in range(most, 0, -1) if self._begins(found[-size:])), 0)
-
-    def _begins(self, end: str) -> bool:
-        return any(text.startswith(end) for text in self._texts)
+        ends = (found[-size:] for size in range(most, 0, -1))
+        return next((len(end) for end in ends if any(text.startswith(end) for text in self._texts)), 0)
 
 
 class TextStream:

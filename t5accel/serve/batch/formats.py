@@ -88,7 +88,6 @@ class Rows:
 
     @classmethod
     def read(cls, path: Path, offset: int, rows: int) -> Rows:
-        """Read a range."""
         with path.open("rb") as file:
             _, fields = cls.begin(file)
             file.seek(offset)
@@ -98,7 +97,6 @@ class Rows:
         return len(self.records)
 
     def texts(self, column: str, into: str) -> list[str | RejectedRow]:
-        """The text or the rejection of each row."""
         found: list[str | RejectedRow] = []
         for record in self.records:
             try:
@@ -115,7 +113,6 @@ class Rows:
         return self.records[row][: 4 * MOST_SHOWN].decode("utf-8", "replace").rstrip("\r\n")[:MOST_SHOWN]
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
-        """Write the answered rows with their answers."""
         with path.open("wb") as file:
             file.write(self.header(into).encode())
             for record, answer in zip(self.records, answers, strict=True):
