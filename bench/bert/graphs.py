@@ -158,21 +158,10 @@ def dynamic_int8(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> P
 
 
 def static_int8(
-    path: str | os.PathLike[str], out: str | os.PathLike[str], batches: Iterable[Mapping[str, np.ndarray]],
-    *, method: str = "MinMax",
-) -> Path:  # fmt: skip
-    """Weights and activations in int8 by scales that ``batches`` of inputs gave beforehand.
-
-    Args:
-        method: of calibration: ``"MinMax"``, ``"Entropy"`` or ``"Percentile"``.
-    """
-    from onnxruntime.quantization import (
-        CalibrationDataReader,
-        CalibrationMethod,
-        QuantFormat,
-        QuantType,
-        quantize_static,
-    )
+    path: str | os.PathLike[str], out: str | os.PathLike[str], batches: Iterable[Mapping[str, np.ndarray]]
+) -> Path:
+    """Weights and activations in int8 by scales that ``batches`` of inputs gave beforehand."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
     class Examples(CalibrationDataReader):
         def __init__(self) -> None:
@@ -185,7 +174,6 @@ def static_int8(
         quantize_static(
             path, out, Examples(), quant_format=QuantFormat.QDQ, per_channel=True, weight_type=QuantType.QInt8,
             activation_type=QuantType.QUInt8, op_types_to_quantize=["MatMul", "Gemm"],
-            calibrate_method=getattr(CalibrationMethod, method),
         )  # fmt: skip
     return Path(out)
 

@@ -31,9 +31,7 @@ MAX_BODY_BYTES = 1_000_000
 def refusal(method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
     """Status and sentence for a request that the page never makes; ``None`` for one that it may make.
 
-    Args:
-        path: decoded, without the query.
-        headers: by name in lower case.
+    ``path``: decoded, without the query. ``headers``: by name in lower case.
 
     >>> refusal("POST", "/gradio_api/upload", {})
     (403, 'The demo takes no files.')

@@ -94,10 +94,10 @@ def answered(page: Page) -> dict[str, Any]:
     return {"text": answer.inner_text(), "tokens": tokens, **json.loads(answer.get_attribute("data-times"))}
 
 
-def transfer_bytes(paths: Iterator[str] | list[str], folder: Path = BUILT) -> int:
+def transfer_bytes(paths: list[str]) -> int:
     """Of the files that were asked for, as a host sends them that compresses by gzip."""
     names = {path.split("?")[0].lstrip("/") or "index.html" for path in paths}
-    return sum(len(gzip.compress((folder / name).read_bytes(), 6)) for name in names)
+    return sum(len(gzip.compress((BUILT / name).read_bytes(), 6)) for name in names)
 
 
 def rows_of(browser: Browser, model: dict[str, Any], tasks: list[dict[str, Any]], version: str) -> Iterator[Row]:

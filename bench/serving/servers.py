@@ -73,8 +73,7 @@ Answer = Callable[[Sequence[Asked]], list[Answered]]
 class Batches:
     """Requests wait until a batch begins; the next one begins when all of it is done.
 
-    Args:
-        window_s: a batch that is not full begins so long after its first request came.
+    ``window_s``: a batch that is not full begins so long after its first request came.
     """
 
     def __init__(self, answer: Answer, *, most: int = 1, window_s: float = 0.0):
@@ -235,9 +234,7 @@ def other(kind: str, model: str, *, name: str, threads: int) -> Server:
 class Running:
     """A server that runs, until the ``with`` block ends.
 
-    Attributes:
-        url: what requests go to, without the path.
-        started_s: from the start of the process until it was ready.
+    ``url``: what requests go to, without the path. ``started_s``: from the start of the process until it was ready.
     """
 
     def __init__(self, server: Server, log: Path, port: int | None = None):
