@@ -198,13 +198,15 @@ def bound_run(path: str | os.PathLike[str], batch: int, tokens: int, settings: S
 
 def bound_to(session: onnxruntime.InferenceSession, batch: int, tokens: int) -> Run:
     """The same for a session that is open; one session may be bound for several shapes, which share its weights."""
+    from onnxruntime import OrtValue
+
     binding = session.io_binding()
     given = {name: np.zeros((batch, tokens), np.int64) for name in names_of(session)}
     found = {name: np.zeros((batch, tokens), np.float32) for name in OUTPUTS}
     for name, array in given.items():
-        binding.bind_ortvalue_input(name, ortvalue(array))
+        binding.bind_ortvalue_input(name, OrtValue.ortvalue_from_numpy(array))  # the same memory, on a CPU
     for name, array in found.items():
-        binding.bind_ortvalue_output(name, ortvalue(array))
+        binding.bind_ortvalue_output(name, OrtValue.ortvalue_from_numpy(array))
 
     def run(inputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         for name, array in given.items():
@@ -218,10 +220,3 @@ def bound_to(session: onnxruntime.InferenceSession, batch: int, tokens: int) -> 
 def names_of(session: onnxruntime.InferenceSession) -> Sequence[str]:
     """The inputs of a session, in its order."""
     return [one.name for one in session.get_inputs()]
-
-
-def ortvalue(array: np.ndarray) -> onnxruntime.OrtValue:
-    """An array as ONNX Runtime takes it; on a CPU it is the same memory."""
-    import onnxruntime
-
-    return onnxruntime.OrtValue.ortvalue_from_numpy(array)

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serve.batch.job import Model
-from t5accel.serve.middleware import HTTPError, RequestLimits, error_response
+from t5accel.serve.middleware import HTTPError, RequestLimits, error_response, replayed
 from t5accel.serve.monitoring import TEXT_FORMAT, Metrics, configure, log
 from t5accel.serve.ray_batch import connected, workers_for
 from t5accel.serve.server import bound, checked, create_app, run_server
@@ -50,17 +50,15 @@ class Replica:
         """Yield the application's ASGI messages; closing the iterator disconnects."""
         self._service.loop = asyncio.get_running_loop()
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        given, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
+        gone = asyncio.Event()
 
-        async def receive() -> Message:
-            if given:
-                return given.pop()
+        async def disconnect() -> Message:
             await gone.wait()
             return {"type": "http.disconnect"}
 
         scope = {"type": "http", "asgi": {"version": "3.0"}, "scheme": "http", "query_string": b"", "root_path": ""}
         scope |= {"client": None, "server": None, **request}
-        work = asyncio.ensure_future(self._app(scope, receive, messages.put))
+        work = asyncio.ensure_future(self._app(scope, replayed(body, disconnect), messages.put))
         work.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             while (message := await messages.get()) is not None:

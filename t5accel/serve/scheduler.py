@@ -106,7 +106,6 @@ class Scheduler:
         self.encoded = 0  # sources
         self.reused = 0  # sources found in the encoder cache
         self.failures = 0  # rounds in which the backend raised
-        self.longest_stall_s = 0.0  # the longest wait of running rows for new sources to be encoded
         self._began_s: float | None = None  # when the current step began
         self._thread = threading.Thread(target=self._run, name="t5accel-engine", daemon=True) if thread else None
         if self._thread:
@@ -281,7 +280,6 @@ class Scheduler:
         pause = min(stall / self.limits.prefill_share - stall, self.limits.max_prefill_stall_s)
         self._joins_from_s = started + stall + pause
         if were_running:
-            self.longest_stall_s = max(self.longest_stall_s, stall)
             self._observe("stall_s", stall)
 
     def _choose(self) -> list[RequestHandle]:

@@ -128,20 +128,18 @@ class Service:
         news = _news_of(handles)
         disconnect.add_done_callback(lambda _: news.set())
         try:
-            while not all(handle.is_done for handle in handles):
+            while True:
+                done = [handle.result(0) for handle in handles if handle.is_done]  # raises the error of one that failed
+                if len(done) == len(handles):
+                    return
+                if disconnect.done():
+                    raise ConnectionResetError
                 await news.wait()
                 news.clear()
-                if disconnect.done() and not all(handle.is_done for handle in handles):
-                    raise ConnectionResetError
-                for handle in handles:
-                    if handle.error is not None:
-                        raise handle.error
         finally:
             disconnect.cancel()
             for handle in handles:  # after a failure or a disconnect the others' rows are free, too
                 handle.cancel()
-        for handle in handles:
-            handle.result(0)
 
     async def pieces(self, handles: Sequence[RequestHandle], asked: Generate) -> AsyncIterator[tuple[int, str, bool]]:
         """Yield index, new text and whether it is the last, per handle.

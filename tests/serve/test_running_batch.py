@@ -109,7 +109,7 @@ EVENTS = st.lists(
     max_size=14)  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(events=EVENTS, rows=st.integers(3, 9), name=st.sampled_from([*RULES]), kept=st.sampled_from([0, 2**30]))
 def test_results_are_those_of_each_request_alone(backends, events: Any, rows: int, name: str, kept: int) -> None:
     backend, eager = backends(name)
@@ -129,7 +129,7 @@ def test_many_greedy_requests_end_within_runs_of_steps(backends) -> None:
     scheduler = flight(backend, rows=64)
     seen: list[tuple[str, float]] = []
     scheduler._observe = lambda *what: seen.append(what)
-    tickets = [scheduler.submit(new_job(seed, 12, seed % 9 + 1)) for seed in range(40)]
+    tickets = [scheduler.submit(new_job(seed, 12, seed % 9 + 1)) for seed in range(24)]
     assert not scheduler.static_reason and run(scheduler) < 12, "several steps in a round"
     expected = [alone(ticket.request, eager) for ticket in tickets]
     assert [tokens(ticket) for ticket in tickets] == expected

@@ -1152,9 +1152,11 @@ def test_a_server_looks_up_no_name(folder: Path) -> None:
     environment |= {"PYTHONPATH": str(ROOT), "T5ACCEL_CACHE": str(folder / "cache")}
     serve = ["-m", "t5accel", "serve", "--precision=int8", "--threads=1", "--port=0"]
     found = {}
-    for ready, command in (("listening at", serve), ("not known", ["-c", LOOKS_UP])):
-        watched = [*APART, sys.executable, str(ROOT / "tests" / "lookups.py"), "10", ready, sys.executable, *command]
-        run = subprocess.run(watched, env=environment, capture_output=True, text=True, timeout=300)
+    for seconds, ready, command in ((10, "listening at", serve), (0, "not known", ["-c", LOOKS_UP])):
+        watch = [sys.executable, str(ROOT / "tests" / "lookups.py"), str(seconds), ready]
+        run = subprocess.run(
+            [*APART, *watch, sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300
+        )
         assert ready in run.stderr, run.stderr
         found[ready] = {*run.stdout.split()}
     assert found == {"listening at": set(), "not known": {"seen.invalid"}}
