@@ -86,7 +86,7 @@ def optimize_export(
         }  # fmt: skip
         copy = replace(manifest, optimized=optimized, versions=machine.versions())
         plan = ExportPlan.derived(source, copy, load_graphs(pairs.values()))
-        return write_export(target, plan)
+        return write_export(target, plan, overwrite=False)
 
 
 def _by_sessions(pairs: Mapping[Path, Path], level: str) -> None:
