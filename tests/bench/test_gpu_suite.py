@@ -469,8 +469,8 @@ def test_no_minutes(tmp_path: Path) -> None:
 def test_a_cell_that_does_not_come_back_is_ended(tmp_path: Path) -> None:
     program = (
         "import time\nfrom bench.gpu import suite\n"
-        "suite.run_suite = lambda *_, **__: time.sleep(60)\n"
-        f"suite.run_in_time({str(tmp_path / 'x.json')!r}, 0.001, grace_s=0.2)"
+        "suite.run_suite, suite.GRACE_S = lambda *_, **__: time.sleep(60), 0.2\n"
+        f"suite.run_in_time({str(tmp_path / 'x.json')!r}, 0.001)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 3 and "the rows before it are kept" in done.stdout
