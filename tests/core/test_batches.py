@@ -28,8 +28,7 @@ from t5accel.distillation.batches import (
     steps_from,
 )
 from t5accel.distillation.pruning import PruneConfig, prune
-from t5accel.distillation.student import DistillConfig, distill
-from t5accel.distillation.validation import METRICS, make_validator
+from t5accel.distillation.student import METRICS, DistillConfig, distill, make_validator
 from t5accel.errors import InputError
 from t5accel.models.prefixes import TRANSLATE
 from training.curriculum import mini_examples

@@ -32,8 +32,7 @@ from t5accel.distillation.checkpointing import run_training
 from t5accel.distillation.losses import OBJECTIVES
 from t5accel.distillation.model_card import save_student
 from t5accel.distillation.optimizer import optimizer_step
-from t5accel.distillation.student import DistillConfig, distill, shrink_decoder
-from t5accel.distillation.validation import make_validator
+from t5accel.distillation.student import DistillConfig, distill, make_validator, shrink_decoder
 from t5accel.errors import ExportError, InputError, JobError
 from t5accel.models.load import load_model
 from t5accel.models.prefixes import TRANSLATE

@@ -18,7 +18,7 @@ from bench import evaluation
 from bench.precision import agreement, text_quality
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
-from t5accel.distillation.validation import make_validator
+from t5accel.distillation.student import make_validator
 from t5accel.errors import ExportError, InputError, ModelUnavailableError
 from t5accel.metrics import ROW_SCORES
 from t5accel.precision.calibration import CalibrationSample
