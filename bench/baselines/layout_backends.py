@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -56,9 +57,7 @@ class RowBackend(ABC):
     """What `ThreeGraphs`, `MergedGraphs` and `WholeGraph` have in common. Each is a `Backend`, fed with numpy arrays.
 
     Threads may share a backend; a state belongs to one of them. A method that raises leaves the state as it was.
-
-    Args:
-        folder: what `layouts.export_layout` wrote.
+    ``folder``: what `layouts.export_layout` wrote.
     """
 
     layout: str  # whose folders it opens
@@ -244,11 +243,10 @@ def _positions_of(array: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _bytes_by_kind(arrays: Arrays) -> dict[str, int]:
-    counted: dict[str, int] = {}
+    counted: Counter[str] = Counter()
     for name, array in arrays.items():
-        kind = _kind(name)
-        counted[kind] = counted.get(kind, 0) + array.nbytes
-    return counted
+        counted[_kind(name)] += array.nbytes
+    return dict(counted)
 
 
 def _kind(name: str) -> str:
@@ -267,8 +265,7 @@ def _kind(name: str) -> str:
 class HybridOnnxT5(TorchEager):
     """A `Backend` like `TorchEager` with its cache, whose encoder and head are graphs.
 
-    Args:
-        folder: what ``layouts.export_layout(model, folder, "onnxt5")`` wrote.
+    ``folder``: what ``layouts.export_layout(model, folder, "onnxt5")`` wrote.
     """
 
     def __init__(

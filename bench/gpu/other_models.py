@@ -37,10 +37,8 @@ def cells(
 ) -> dict[str, Measure]:
     """By the name of a cell, what measures it.
 
-    Args:
-        folder: for graphs.
-        device: ``"cuda"``, or ``"cpu"`` to try it out.
-        sizes: of "gpt2" and "bert" in place of those of GPT-2 and BERT large.
+    ``folder``: for graphs. ``device``: ``"cuda"``, or ``"cpu"`` to try it out. ``sizes``: of "gpt2" and "bert" in place
+    of those of GPT-2 and BERT large.
 
     >>> [*cells(Path("graphs"), device="cpu")][:2]
     ['random:gpt2, 64 tokens', 'random:bert-large, pruned, 1 × 512']

@@ -52,8 +52,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             write_json(tmp_path / "package" / "results" / f"{name}.json", {**about, "rows": [*map(checked, content)]})
         return recommend(Need("random:t5-small" if need.pop("random", False) else "mini", **need))
 
-    for name in ("weights_per_step", "weights_or_none"):
-        monkeypatch.setattr(module, name, lambda name: {"mini": 5_000_000}.get(name, 40_000_000))
+    monkeypatch.setattr(module, "weights_per_step", lambda name: {"mini": 5_000_000}.get(name, 40_000_000))
     return advice
 
 
