@@ -20,7 +20,7 @@ from transformers import AutoConfig, GenerationConfig, GenerationMixin, Pretrain
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
-from t5accel.backends import export_backend
+from t5accel.backends.runtimes import export_backend
 from t5accel.backends.hf_cache import (
     AcceleratedEncoder,
     DecoderCache,
