@@ -321,3 +321,32 @@ def launch_timeline(kernels: int = 6, launch: float = 1.0, kernel: float = 0.35)
         axes.tick_params(length=0)
     every[1].set_xlabel("time", fontsize=11)
     return figure
+
+
+def gantt(panels: Mapping[str, Sequence[tuple[int, int, int, int]]]) -> Figure:
+    """A line for each request, below each other: it waits (pale), is computed (dark), is done but kept (orange).
+
+    ``panels`` has, by title, the steps at which each request came, began, was computed and was handed out.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    tallest = max(map(len, panels.values()))
+    figure = blank_figure(9, 0.9 + len(panels) * (0.5 + 0.22 * tallest))
+    every = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    kinds = {"waits": "#bcd7e6", "computed": "#1f5f87", "done, but kept": "#e09f3e"}
+    for axes, (title, spans) in zip(every, panels.items(), strict=True):
+        for place, marks in enumerate(spans):
+            for (kind, colour), start, end in zip(kinds.items(), marks[:-1], marks[1:], strict=True):
+                label = kind if axes is every[0] and not place else None
+                axes.barh(place, end - start, left=start, color=colour, height=0.72, label=label)
+        mean = sum(marks[-1] - marks[0] for marks in spans) / len(spans)
+        last = max(marks[-1] for marks in spans)
+        axes.set_title(f"{title}: {last} steps, {mean:.1f} from a request to its answer", fontsize=11, loc="left")
+        axes.set_yticks(range(len(spans)), [str(place) for place in range(len(spans))])
+        axes.set_ylim(len(spans) - 0.4, -0.6)
+        axes.set_ylabel("request", fontsize=11)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.spines[["top", "right"]].set_visible(False)
+    every[-1].set_xlabel("decoding step", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10.5)
+    return figure
