@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from t5accel import machine
-from t5accel.backends.runtimes import export_backend
 from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.runtimes import export_backend
 from t5accel.errors import InputError, MissingPackageError
 from t5accel.graphs.export import backend_logits
 from t5accel.graphs.export import check_logits as compare_logits

@@ -20,7 +20,6 @@ from transformers import AutoConfig, GenerationConfig, GenerationMixin, Pretrain
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
-from t5accel.backends.runtimes import export_backend
 from t5accel.backends.hf_cache import (
     AcceleratedEncoder,
     DecoderCache,
@@ -32,6 +31,7 @@ from t5accel.backends.hf_cache import (
 )
 from t5accel.backends.hf_loops import BackendLoops
 from t5accel.backends.hf_module import WeightlessModule
+from t5accel.backends.runtimes import export_backend
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.decoding.token_constraints import check_special_tokens, constraints_from_config, special_tokens
