@@ -313,7 +313,7 @@ def launch_timeline(kernels: int = 6, launch: float = 1.0, kernel: float = 0.35)
         end = first[-1] + kernel
         axes.axvline(end, color="#777777", linestyle=":")
         axes.text(end + 0.06, 1.0, "token", va="center", fontsize=11)
-        axes.set_yticks([0.5, 1.5], ["GPU: kernels", "host: launches"], fontsize=11)
+        axes.set_yticks([0.5, 1.5], ["GPU: kernels", "host: calls"], fontsize=11)
         axes.set(xlim=(0, (kernels + 1) * launch), ylim=(0, 2))
         axes.set_xticks([])
         axes.set_title(title, loc="left", fontsize=12)
