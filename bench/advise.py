@@ -9,12 +9,11 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.model_sizes import config_of, family_name, guessed_size, weights_per_step
+from bench.model_sizes import config_of, family_name, guessed_size, weights_or_none, weights_per_step
 from bench.peers import OURS, OURS_GENERATE, OURS_INT4, OURS_INT8, OURS_INT8_THROUGHPUT
 from bench.peers import REFERENCE as PEERS_REFERENCE
 from bench.results import DATA, format_table
@@ -22,7 +21,7 @@ from bench.systems import CPU_REFERENCE
 from t5accel import machine
 from t5accel.api import TUNED_FOR
 from t5accel.checks import as_count, read_json_object
-from t5accel.errors import InputError, T5AccelError
+from t5accel.errors import InputError
 from t5accel.models.families import BEYOND_T5
 from t5accel.precision.recipes import RECIPES
 
@@ -131,9 +130,7 @@ def recommend(need: Need, *, results: Iterable[str | os.PathLike[str]] = ()) -> 
 
     def size(model: str) -> float:
         if model not in of_sizes:
-            of_sizes[model] = None
-            with suppress(T5AccelError):  # a folder of another machine, for one
-                of_sizes[model] = weights_per_step(model)
+            of_sizes[model] = weights_or_none(model)
         return of_sizes[model] or math.nan
 
     def factors(run: Sequence[Found]) -> dict[str, float]:

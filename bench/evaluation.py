@@ -32,7 +32,9 @@ def rows(name: str, *, limit: int | None = None) -> list[dict[str, Any]]:
 
     ``translation`` and ``summaries`` have ``{"id", "source", "references": [...]}``, ``questions`` has ``{"id",
     "question", "context", "answers": [...]}``; an unanswerable one has no answers. `source_text` adds T5's prefix.
-    ``limit``: keep the first ``limit`` rows of each `group`, so that a short look stays as mixed as the whole.
+
+    Args:
+        limit: keep the first ``limit`` rows of each `group`, so that a short look stays as mixed as the whole.
     """
     _check_name(name)
     if limit is not None:
@@ -229,8 +231,9 @@ def evaluate(
 ) -> QualityReport:  # fmt: skip
     """Run ``generate`` over the bundled evaluation sets and score its outputs.
 
-    ``generate``: from up to ``batch_size`` texts, T5's prefix included, to as many texts. ``limit``: only the first
-    ``limit`` rows of each length bucket (translation) or half; recorded in the report.
+    Args:
+        generate: from up to ``batch_size`` texts, T5's prefix included, to as many texts.
+        limit: only the first ``limit`` rows of each length bucket (translation) or half; recorded in the report.
 
     >>> evaluate(lambda texts: ["unanswerable"] * len(texts), names=["questions"]).questions.all
     AnswerScores(rows=200, exact_match=23.5, f1=23.5)

@@ -84,8 +84,10 @@ def export_gpt2(
     """The model as one graph, written out here in plain PyTorch, so that it exports alike on all transformers.
 
     ``input_ids (B,T)``, with a cache also ``past_key_i`` and ``past_value_i (B,H,P,d)`` → ``logits (B,T,V)``, with a
-    cache also ``present_key_i`` and ``present_value_i (B,H,P+T,d)``. ``last_logits``: those of the last position alone,
-    (B,1,V).
+    cache also ``present_key_i`` and ``present_value_i (B,H,P+T,d)``.
+
+    Args:
+        last_logits: those of the last position alone, (B,1,V).
     """
     import torch
 
@@ -155,8 +157,9 @@ def recomputed(
 ) -> Generate:  # fmt: skip
     """Every step computes all positions anew, by a graph without cache.
 
-    ``bound``: ids and logits lie in memory that stays; else both are handed over in every step. ``device``: ``"cpu"``
-    or ``"cuda"``. There only the logits stay, in a tensor of torch's.
+    Args:
+        bound: ids and logits lie in memory that stays; else both are handed over in every step.
+        device: ``"cpu"`` or ``"cuda"``. There only the logits stay, in a tensor of torch's.
     """
     session = open_session(path, SessionSettings(threads=threads, device=device))
     vocabulary = session.get_outputs()[0].shape[2]
@@ -227,8 +230,10 @@ def cached(
 ) -> Generate:
     """Every step computes the new position alone, by a graph with a key/value cache.
 
-    ``bound``: keys and values stay with the runtime, and a row of scores comes to the host; else all of them are handed
-    over, in and out, in every step. ``device``: ``"cpu"`` or ``"cuda"``, where keys and values stay.
+    Args:
+        bound: keys and values stay with the runtime, and a row of scores comes to the host; else all of them are
+            handed over, in and out, in every step.
+        device: ``"cpu"`` or ``"cuda"``, where keys and values stay.
     """
     session = open_session(path, SessionSettings(threads=threads, device=device))
     kinds = [one for one in session.get_inputs() if one.name != "input_ids"]
@@ -335,14 +340,15 @@ class Gpt2:
 
 
 def gpt2_rows(
-    gpt2: Gpt2, *, model: str, new_tokens: int, rounds: int = 5, ways: Sequence[str] = WAYS, keep_going: bool = False
-) -> list[Row]:
+    gpt2: Gpt2, *, model: str, new_tokens: int, prompt_tokens: int = 8, batch: int = 1, rounds: int = 5,
+    ways: Sequence[str] = WAYS, keep_going: bool = False,
+) -> list[Row]:  # fmt: skip
     """A row for each way, of the same prompts and forced tokens; all must write the first way's tokens."""
     import torch
 
     torch.set_num_threads(gpt2.threads)
     vocabulary = gpt2.model.config.vocab_size
-    prompts = np.random.default_rng(0).integers(1, vocabulary, (1, 8))
+    prompts = np.random.default_rng(0).integers(1, vocabulary, (batch, prompt_tokens))
     counters = {way: Moved() for way in ways}
 
     def built(way: str) -> Callable[[], np.ndarray]:
@@ -354,7 +360,7 @@ def gpt2_rows(
 
         return run
 
-    work = Work(*prompts.shape, new_tokens, threads=gpt2.threads)
+    work = Work(batch, prompt_tokens, new_tokens, threads=gpt2.threads)
     found = [Contender(way, lambda way=way: built(way)) for way in ways]
     cell = f"{model}, {new_tokens} tokens"
     rows = run_comparison(found, work, rounds=rounds, keep_going=keep_going, model=model, cell=cell)

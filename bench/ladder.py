@@ -102,8 +102,11 @@ def climb(
 
     An fp32 rung must give the first one's tokens. The others are scored, each by its own way of generating, where the
     model has a tokenizer; then ``inside`` says whether they lose no more than ``max_loss``. All are timed interleaved,
-    a whole job each. ``rungs``: the first one is the reference; each other stands on one before it. ``max_loss``:
-    points that a rung may lose, by the names of `evaluation.MAIN_SCORES`.
+    a whole job each.
+
+    Args:
+        rungs: the first one is the reference; each other stands on one before it.
+        max_loss: points that a rung may lose, by the names of `evaluation.MAIN_SCORES`.
     """
     import torch
 

@@ -92,3 +92,11 @@ def family_name(name: str) -> str | None:
         return config and family_of(SimpleNamespace(model_type=config.get("model_type", "t5")), name).model_type
     except T5AccelError:  # a folder of another machine, for one
         return None
+
+
+def weights_or_none(model: str) -> int | None:
+    """`weights_per_step`, or ``None`` where that raises, as for a folder of another machine."""
+    try:
+        return weights_per_step(model)
+    except T5AccelError:
+        return None

@@ -157,13 +157,14 @@ class Worker:
 
 
 def measure_cell(
-    cell: Work, systems: Mapping[PeerSystem, Generate], *, rounds: int, model: str, threads: int | None = None
-) -> list[Row]:
+    cell: Work, systems: Mapping[PeerSystem, Generate], *, rounds: int, model: str, threads: int | None = None,
+    seed: int = 0,
+) -> list[Row]:  # fmt: skip
     """A row for each system in one cell, as by `harness.run_comparison`; a failed one has no time and says why.
 
-    The first of ``systems`` is the reference: its failure is raised.
+    The first of ``systems`` is the reference: its failure is raised. ``seed`` draws the sources.
     """
-    ids = np.random.default_rng(0).integers(3, 32_000, (cell.batch, cell.source_tokens))
+    ids = np.random.default_rng(seed).integers(3, 32_000, (cell.batch, cell.source_tokens))
 
     def entry(system: PeerSystem, generate: Generate) -> Contender:
         facts = {"precision": system.precision}

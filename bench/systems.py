@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -283,19 +282,15 @@ def select_systems(parts: Sequence[str], *, model: str = "mini") -> tuple[System
 # On a device
 
 
-OpenBackend = Callable[[ModelOnDevice], "Backend"]
-
-
-def _ours(name: str, open_backend: OpenBackend, **more: Any) -> System:
+def _ours(name: str, open_backend: Callable[[ModelOnDevice], Backend], **more: Any) -> System:
     return System(name, lambda model: by_our_loop(model.backend(name)), open_backend=open_backend, **more)
 
 
-def _in_torch(where: str = "t5accel.backends.torch_static.TorchStatic", **options: Any) -> OpenBackend:
-    """A backend of this class, which is imported when it is needed."""
-
+def _static(**options: Any) -> Callable[[ModelOnDevice], Backend]:
     def open_backend(model: ModelOnDevice) -> Backend:
-        module, _, name = where.rpartition(".")
-        return getattr(import_module(module), name)(model.model, **options)
+        from t5accel.backends.torch_static import TorchStatic
+
+        return TorchStatic(model.model, **options)
 
     return open_backend
 
@@ -327,17 +322,30 @@ def compile_steps(backend: TorchStatic) -> TorchStatic:
 
 
 def _compiled(model: ModelOnDevice) -> Backend:
-    return compile_steps(_in_torch()(model))
+    return compile_steps(_static()(model))
 
 
-def _in_onnx(where: str) -> OpenBackend:
-    """The same on the model's export."""
+def _eager(model: ModelOnDevice) -> Backend:
+    from t5accel.backends.torch_eager import TorchEager
 
+    return TorchEager(model.model)
+
+
+def _triton(model: ModelOnDevice) -> Backend:
+    from bench.baselines.triton_attention import TorchTriton  # needs Triton
+
+    return TorchTriton(model.model)
+
+
+def _onnx(kind: str) -> Callable[[ModelOnDevice], Backend]:
     def open_backend(model: ModelOnDevice) -> Backend:
+        from bench.baselines.ort_cuda_graph import OrtCaptured
+        from t5accel.backends.ort_cuda import OrtPointers
+        from t5accel.backends.ort_numpy import OrtNumpy
         from t5accel.backends.ort_session import SessionSettings
 
-        module, _, name = where.rpartition(".")
-        return getattr(import_module(module), name)(model.export, settings=SessionSettings(device=model.device))
+        backend = {"numpy": OrtNumpy, "pointers": OrtPointers, "captured": OrtCaptured}[kind]
+        return backend(model.export, settings=SessionSettings(device=model.device))
 
     return open_backend
 
@@ -371,7 +379,7 @@ def scheduler(model: ModelOnDevice, rows: int) -> Scheduler:
     from t5accel.serve.scheduler import Scheduler
 
     limits = SchedulerLimits(rows=rows, queue=4096, encoder_cache_bytes=0)
-    return Scheduler(model.once(f"{FLIGHT}, {rows} rows", _in_torch()), limits)
+    return Scheduler(model.once(f"{FLIGHT}, {rows} rows", _static()), limits)
 
 
 def jobs(ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> list[GenerationRequest]:
@@ -410,20 +418,20 @@ THEIRS = (REFERENCE, NAIVE, THEIR_DRAWS, THEIR_BATCHES)  # ours are compared wit
 ON_DEVICE = (  # what `bench.gpu.suite` measures
     System(REFERENCE, lambda model: by_generate(model.model)),
     System(NAIVE, lambda model: by_generate(model.model, use_cache=False)),
-    _ours(STATIC, _in_torch(graphs=False)),
-    _ours(GRAPH, _in_torch()),
-    System(RECOMPUTE, _recompute, open_backend=_in_torch(graphs=False)),  # the same decoder
-    _ours(EAGER, _in_torch("t5accel.backends.torch_eager.TorchEager")),
+    _ours(STATIC, _static(graphs=False)),
+    _ours(GRAPH, _static()),
+    System(RECOMPUTE, _recompute, open_backend=_static(graphs=False)),  # the same decoder
+    _ours(EAGER, _eager),
     System(THEIR_DRAWS, _sampling_by_transformers),
-    System(DRAWN, _sampling, open_backend=_in_torch(graphs=False)),
+    System(DRAWN, _sampling, open_backend=_static(graphs=False)),
     System(THEIR_BATCHES, lambda model: SYSTEMS[REFERENCE].build(model)),
-    System(BATCHES, lambda model: SYSTEMS[GRAPH].build(model), open_backend=_in_torch()),
-    System(FLIGHT, _in_flight, open_backend=_in_torch(graphs=False)),
+    System(BATCHES, lambda model: SYSTEMS[GRAPH].build(model), open_backend=_static()),
+    System(FLIGHT, _in_flight, open_backend=_static(graphs=False)),
     _ours(COMPILED, _compiled),
-    _ours(KERNEL, _in_torch("bench.baselines.triton_attention.TorchTriton")),
-    _ours(FED, _in_onnx("t5accel.backends.ort_numpy.OrtNumpy"), dtypes=IN_ONNX),
-    _ours(BOUND, _in_onnx("t5accel.backends.ort_cuda.OrtPointers"), dtypes=IN_ONNX),
-    _ours(CAPTURED, _in_onnx("bench.baselines.ort_cuda_graph.OrtCaptured"), dtypes=IN_ONNX),
+    _ours(KERNEL, _triton),
+    _ours(FED, _onnx("numpy"), dtypes=IN_ONNX),
+    _ours(BOUND, _onnx("pointers"), dtypes=IN_ONNX),
+    _ours(CAPTURED, _onnx("captured"), dtypes=IN_ONNX),
     _ours(TENSORRT, _tensorrt, dtypes=IN_ONNX),
 )
 SYSTEMS = {system.name: system for system in (*BOARD, THEIR_LOOP, LOOKUP, THROUGHPUT, *ON_DEVICE)}

@@ -152,7 +152,7 @@ class _UserRows:
     @classmethod
     def read(cls, files, weights, evaluation, metric, tokenizer, longest) -> _UserRows:  # noqa: ANN001
         from t5accel.distillation.batches import read_examples
-        from t5accel.distillation.student import make_validator
+        from t5accel.distillation.validation import make_validator
         from t5accel.errors import InputError
 
         if weights and len(weights) != len(files):

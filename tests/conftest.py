@@ -97,7 +97,7 @@ def exported(tiny_t5: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def export(kind: str = "deeper-decoder", **sizes: Any) -> Path:
         options = {name: sizes.pop(name) for name in ("external_threshold_bytes", "shortlist", "step") if name in sizes}
         folder = tmp_path_factory.mktemp(f"export-{kind}")
-        export_model(tiny_t5(kind, **sizes), folder, check_logits=False, **options)  # tests compare them better
+        export_model(tiny_t5(kind, **sizes), folder, **options)
         return folder
 
     return export
@@ -140,7 +140,7 @@ def exported_mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from t5accel.graphs.export import export_model
 
     folder = tmp_path_factory.mktemp("export-mini") / "mini"
-    export_model("mini", folder, check_logits=False)
+    export_model("mini", folder)
     return folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -57,7 +56,9 @@ class RowBackend(ABC):
     """What `ThreeGraphs`, `MergedGraphs` and `WholeGraph` have in common. Each is a `Backend`, fed with numpy arrays.
 
     Threads may share a backend; a state belongs to one of them. A method that raises leaves the state as it was.
-    ``folder``: what `layouts.export_layout` wrote.
+
+    Args:
+        folder: what `layouts.export_layout` wrote.
     """
 
     layout: str  # whose folders it opens
@@ -243,10 +244,11 @@ def _positions_of(array: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _bytes_by_kind(arrays: Arrays) -> dict[str, int]:
-    counted: Counter[str] = Counter()
+    counted: dict[str, int] = {}
     for name, array in arrays.items():
-        counted[_kind(name)] += array.nbytes
-    return dict(counted)
+        kind = _kind(name)
+        counted[kind] = counted.get(kind, 0) + array.nbytes
+    return counted
 
 
 def _kind(name: str) -> str:
@@ -265,7 +267,8 @@ def _kind(name: str) -> str:
 class HybridOnnxT5(TorchEager):
     """A `Backend` like `TorchEager` with its cache, whose encoder and head are graphs.
 
-    ``folder``: what ``layouts.export_layout(model, folder, "onnxt5")`` wrote.
+    Args:
+        folder: what ``layouts.export_layout(model, folder, "onnxt5")`` wrote.
     """
 
     def __init__(

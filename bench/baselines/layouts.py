@@ -60,10 +60,11 @@ def export_layout(
 ) -> Layout:
     """Write the graphs of one of these layouts in fp32. The folder is there whole or not at all.
 
-    ``folder``: takes the graphs; made if it is missing, and must be empty if it is there. ``layout``: ``"whole"``,
-    ``"onnxt5"``, ``"fastt5"`` or ``"merged"``. ``external_threshold_bytes``: the weights of a larger graph lie in a
-    file beside it, of its own: no graph of these projects shared one. At most 2 GB, which is what an ONNX file can
-    hold.
+    Args:
+        folder: takes the graphs; made if it is missing, and must be empty if it is there.
+        layout: ``"whole"``, ``"onnxt5"``, ``"fastt5"`` or ``"merged"``.
+        external_threshold_bytes: the weights of a larger graph lie in a file beside it, of its own: no graph of these
+            projects shared one. At most 2 GB, which is what an ONNX file can hold.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.models.random_init import random_t5
@@ -161,9 +162,7 @@ def layout_sizes(folder: str | os.PathLike[str]) -> LayoutSizes:
         files = {
             path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.suffix in (".onnx", ".data")
         }
-        graphs = {
-            name: onnx.load(folder / name, load_external_data=False).graph for name in files if name.endswith(".onnx")
-        }
+        graphs = {name: onnx.load(folder / name, load_external_data=False).graph for name in files if _is_graph(name)}
     except Exception as error:  # what is no graph is an error of protobuf, which is not for us to import
         raise ExportError(f"The graphs in {folder} cannot be read: {error}") from error
     if not graphs:
@@ -185,13 +184,20 @@ def layout_sizes(folder: str | os.PathLike[str]) -> LayoutSizes:
         repeated_bytes=_total(every) - _total(once),
         decoder_bytes=_total(every, decoder),
         repeated_decoder_bytes=_total(every, decoder) - _total(once, decoder),
-        encoder_runs_per_step=sum(map(_encodes_and_gives_logits, graphs.values())),
+        encoder_runs_per_step=sum(_gives_logits(graph) and _holds(graph, "encoder.") for graph in graphs.values()),
     )
 
 
-def _encodes_and_gives_logits(graph: onnx.GraphProto) -> bool:
-    holds_encoder = any(tensor.name.startswith("encoder.") for tensor in graph.initializer)
-    return holds_encoder and any(output.name == "logits" for output in graph.output)
+def _is_graph(file: str) -> bool:
+    return file.endswith(".onnx")
+
+
+def _gives_logits(graph: onnx.GraphProto) -> bool:
+    return any(output.name == "logits" for output in graph.output)
+
+
+def _holds(graph: onnx.GraphProto, prefix: str) -> bool:
+    return any(tensor.name.startswith(prefix) for tensor in graph.initializer)
 
 
 def _size_bytes(tensor: onnx.TensorProto) -> int:

@@ -46,7 +46,12 @@ def optimized_graph(path: str | os.PathLike[str], level: str = "all") -> Iterato
 
 
 def optimize_export(
-    folder: str | os.PathLike[str], out: str | os.PathLike[str], *, level: str = "all", tool: str = "onnxruntime"
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    level: str = "all",
+    tool: str = "onnxruntime",
+    overwrite: bool = False,
 ) -> Manifest:
     """Write a copy of an export whose graphs are optimised for a CPU.
 
@@ -55,9 +60,11 @@ def optimize_export(
 
     A copy that holds operators of ONNX Runtime's own is for this machine and this ONNX Runtime alone: elsewhere it is
     refused (`ort_levels.require_runnable_here`). Those of levels "disable" and "basic" hold none, and run anywhere.
-    ``tool``: ``"onnxruntime"``; or ``"transformers"``, for the package onnxruntime.transformers, which first has ONNX
-    Runtime optimise at ``level`` (it knows no "layout"). Below "extended" it looks for the norms by itself, and fails
-    in that if numpy is 2.4 or newer.
+
+    Args:
+        tool: ``"onnxruntime"``; or ``"transformers"``, for the package onnxruntime.transformers, which first has ONNX
+            Runtime optimise at ``level`` (it knows no "layout"). Below "extended" it looks for the norms by itself, and
+            fails in that if numpy is 2.4 or newer.
 
     >>> from t5accel.graphs.export import export_model
     >>> with TemporaryDirectory() as folder:
@@ -86,7 +93,7 @@ def optimize_export(
         }  # fmt: skip
         copy = replace(manifest, optimized=optimized, versions=machine.versions())
         plan = ExportPlan.derived(source, copy, load_graphs(pairs.values()))
-        return write_export(target, plan, overwrite=False)
+        return write_export(target, plan, overwrite=overwrite)
 
 
 def _by_sessions(pairs: Mapping[Path, Path], level: str) -> None:

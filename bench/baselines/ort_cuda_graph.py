@@ -27,10 +27,12 @@ MULTIPLE = 64  # source positions and the past come in multiples of that many: o
 class Fixed:
     """The decoder's inputs and outputs at addresses that stay, for B sources of K rows, S and W positions.
 
-    ``inputs``, ``outputs``: by the names of the contract, the past (B, K, H_i, W, d), what is present one longer.
-    ``penalty``: (V,) float32, added to logits before the likeliest is taken. ``chosen``: (B, K, LONGEST_RUN) int64;
-    ``count`` (1,) says how many. ``binding``: of the captured session, to all of them; ``options`` of a run say which
-    captured graph is theirs. ``between``: a captured ``torch.cuda.CUDAGraph`` of `choose_and_move`, on a GPU.
+    Attributes:
+        inputs, outputs: by the names of the contract, the past (B, K, H_i, W, d), what is present one longer.
+        penalty: (V,) float32, added to logits before the likeliest is taken.
+        chosen: (B, K, LONGEST_RUN) int64; ``count`` (1,) says how many.
+        binding: of the captured session, to all of them; ``options`` of a run say which captured graph is theirs.
+        between: a captured ``torch.cuda.CUDAGraph`` of `choose_and_move`, on a GPU.
     """
 
     def __init__(self, backend: OrtCaptured, batch: int, rows: int, source: int, width: int):
@@ -74,7 +76,9 @@ class OrtCaptured(OrtPointers):
     """A `Backend` like `OrtPointers`, with the same arguments and the same numbers, that offers ``run_greedy``.
 
     On CUDA the decoder has a separate session for that, and a stream that it shares with torch. It is for one thread.
-    ``fixed``: the memory of each size (B, K, S, W) that was used.
+
+    Attributes:
+        fixed: the memory of each size (B, K, S, W) that was used.
 
     >>> from tempfile import TemporaryDirectory
     >>> from t5accel.decoding.greedy_search import greedy

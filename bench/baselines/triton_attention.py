@@ -85,10 +85,11 @@ def self_attention(
 ) -> torch.Tensor:
     """Append a position to every row and attend to all of it: (R, H * d). All tensors but ``lengths`` are contiguous.
 
-    ``projected``: (R, 3, H, d): the new position's query, key and value. d is a power of two. ``memory``: (2, R, H, W,
-    d): the row's keys and values; the new ones are written at ``lengths``. ``lengths``: (R,) int64, how many positions
-    are real before this one, below W. ``biases``: (H, distances + 1): column 1 + n is added at distance n; the last
-    column holds for all beyond.
+    Args:
+        projected: (R, 3, H, d): the new position's query, key and value. d is a power of two.
+        memory: (2, R, H, W, d): the row's keys and values; the new ones are written at ``lengths``.
+        lengths: (R,) int64, how many positions are real before this one, below W.
+        biases: (H, distances + 1): column 1 + n is added at distance n; the last column holds for all beyond.
     """
     rows, _, heads, d = projected.shape
     out = torch.empty((rows, heads * d), dtype=projected.dtype, device=projected.device)
@@ -101,8 +102,10 @@ def self_attention(
 def cross_attention(queries: torch.Tensor, memory: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Attend to the sources, of which K = R / B rows share one: (R, H * d). All tensors are contiguous.
 
-    ``queries``: (R, H, d). d is a power of two. ``memory``: (2, B, H, S, d). ``bias``: (B, 1, 1, S): added to scores; a
-    large negative number where there is no token.
+    Args:
+        queries: (R, H, d). d is a power of two.
+        memory: (2, B, H, S, d).
+        bias: (B, 1, 1, S): added to scores; a large negative number where there is no token.
     """
     rows, heads, d = queries.shape
     batch, source = memory.shape[1], memory.shape[3]

@@ -31,9 +31,12 @@ PATTERNS = {r"\s+": f"[{SPACES}]+", " {2,}": " {2,}", '▁?[.,!?;:"()]': '▁?[.
 def viterbi(word: str, scores: Mapping[str, float], unknown_score: float, longest: int) -> list[str]:
     """Cut ``word`` into the pieces whose scores sum highest.
 
-    From left to right, the best cut of all that is before each position; of equally good ones that with the longer last
-    piece, as in Rust. It looks up at most ``len(word) * longest`` pieces. ``scores``: the log probability of each
-    piece. ``unknown_score``: the score of a single character that is no piece.
+    From left to right, the best cut of all that is before each position; of equally good ones that with the longer
+    last piece, as in Rust. It looks up at most ``len(word) * longest`` pieces.
+
+    Args:
+        scores: the log probability of each piece.
+        unknown_score: the score of a single character that is no piece.
 
     >>> viterbi("cats", {"c": -3.0, "a": -3.0, "t": -3.0, "s": -2.0, "cat": -4.0, "ats": -5.0}, -13.0, longest=3)
     ['cat', 's']
@@ -103,11 +106,11 @@ class UnigramTokenizer:
         """The ids of ``text``, and ``</s>`` unless ``add_special_tokens=False``."""
         return [token_id for _, token_id in self._pieces(text)] + (self._after if add_special_tokens else [])
 
-    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Iterable[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text, without padding. Errors as `encode`."""
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise InputError(f"texts is {texts!r}: give a list of texts, or call encode for a single one")
-        return [self.encode(text) for text in texts]
+        return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     def tokenize(self, text: str) -> list[str]:
         """The pieces of ``text`` without the final ``</s>``; an unknown one is shown as it stands in the text."""

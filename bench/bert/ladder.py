@@ -179,9 +179,10 @@ def speed_rows(
 ) -> list[Row]:  # fmt: skip
     """Every rung proved and timed on the same random tokens, interleaved: rows with ``factor`` over the rung below.
 
-    ``rungs``: the first one is the reference of times, the first one of each model that of its logits; each ``on`` must
-    be among them, or the row has no factor. ``atol``: how far logits of an exact rung may be from its model's, and
-    those on bound memory from the same graph's.
+    Args:
+        rungs: the first one is the reference of times, the first one of each model that of its logits; each ``on`` must
+            be among them, or the row has no factor.
+        atol: how far logits of an exact rung may be from its model's, and those on bound memory from the same graph's.
     """
     vocabulary = next(iter(readers.models.values())).config.vocab_size
     given = random_inputs(vocabulary, batch, tokens)
@@ -258,7 +259,8 @@ def quality_rows(
 ) -> list[Row]:  # fmt: skip
     """The scores of every rung on the course's questions, and whether it loses no more F1 than the gate allows.
 
-    ``thresholds``: of ``"whole"`` and ``"pruned"``, as they were chosen in fp32.
+    Args:
+        thresholds: of ``"whole"`` and ``"pruned"``, as they were chosen in fp32.
     """
     rows: list[Row] = []
     for rung in rungs:

@@ -21,11 +21,14 @@ RANDOM_SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def load_bert(name: str | os.PathLike[str] = READER) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def load_bert(
+    name: str | os.PathLike[str] = READER, *, seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A ``BertForQuestionAnswering`` in fp32 and evaluation mode, and its tokenizer (``None`` for random weights).
 
-    ``name``: ``"mini-bert"``, ``"mini-bert-pruned"``, ``"random:bert-base"``, ``"random:bert-large"``, or a folder that
-    ``save_pretrained`` wrote.
+    Args:
+        name: ``"mini-bert"``, ``"mini-bert-pruned"``, ``"random:bert-base"``, ``"random:bert-large"``, or a folder
+            that ``save_pretrained`` wrote.
     """
     from safetensors.torch import load_file
     from transformers import AutoTokenizer, BertConfig
@@ -35,7 +38,7 @@ def load_bert(name: str | os.PathLike[str] = READER) -> tuple[PreTrainedModel, P
         size = text.removeprefix("random:")
         if size not in RANDOM_SIZES:
             raise UnknownModelError(f"No random size {size!r}: there are {', '.join(RANDOM_SIZES)}.")
-        return random_bert(RANDOM_SIZES[size]), None
+        return random_bert(RANDOM_SIZES[size], seed=seed), None
     folder = DATA / text if text in (READER, PRUNED) else Path(text)
     if text in (READER, PRUNED) and not folder.is_dir():
         raise ModelUnavailableError(f"{text!r} is not bundled here: training/reader.py trains it, in a checkout.")
@@ -54,7 +57,8 @@ def load_bert(name: str | os.PathLike[str] = READER) -> tuple[PreTrainedModel, P
 def random_bert(sizes: Mapping[str, Any], *, seed: int = 0) -> PreTrainedModel:
     """A seeded ``BertForQuestionAnswering``; for speed, since what it answers means nothing.
 
-    ``sizes``: arguments of ``BertConfig``, and ``layer_widths`` where layers are to be narrower; see `resize`.
+    Args:
+        sizes: arguments of ``BertConfig``, and ``layer_widths`` where layers are to be narrower; see `resize`.
 
     >>> tiny = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     >>> random_bert(tiny).config.num_hidden_layers

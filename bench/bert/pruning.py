@@ -27,8 +27,9 @@ KINDS = ("heads", "neurons", "blocks")
 class Mask(torch.nn.Module):
     """A factor for every (rows, columns) block of a weight, 1 at first; 0 is as if the block were not there.
 
-    ``factor``: (weight rows / rows, weight columns / columns). ``movement``: of the same shape: minus the sum of all
-    gradients of the factor so far.
+    Attributes:
+        factor: (weight rows / rows, weight columns / columns).
+        movement: of the same shape: minus the sum of all gradients of the factor so far.
     """
 
     def __init__(self, weight: torch.Tensor, rows: int, columns: int):

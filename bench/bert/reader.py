@@ -16,7 +16,8 @@ from t5accel.models.load import load_pretrained
 def opened(model: str, *, threads: int, bound: bool = False) -> Run:
     """A graph on ONNX Runtime, or a BERT in PyTorch, for texts of any length.
 
-    ``bound``: on memory that stays, once for each length, all on one session; for one text.
+    Args:
+        bound: on memory that stays, once for each length, all on one session; for one text.
     """
     if not model.endswith(".onnx"):
         import torch

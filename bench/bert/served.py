@@ -88,8 +88,9 @@ def served_rows(
 ) -> list[Row]:  # fmt: skip
     """Every server by itself: its answers compared, then timed by length, then under the same load as the others.
 
-    ``served``: the first one is the reference, whose speed sets the rate of the open loop. ``stories``: texts whose
-    answers are compared as well: a trained reader finds none in random words.
+    Args:
+        served: the first one is the reference, whose speed sets the rate of the open loop.
+        stories: texts whose answers are compared as well: a trained reader finds none in random words.
     """
     bodies = {
         length: [{"text": asked_of(words, length, seed=seed)} for seed in range(protocol.requests)]

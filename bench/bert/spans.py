@@ -53,7 +53,8 @@ def read(
 ) -> Read:  # fmt: skip
     """A batch for a BERT; a text that is too long loses its end.
 
-    ``padded_to``: so many tokens in every row, in place of the longest row's.
+    Args:
+        padded_to: so many tokens in every row, in place of the longest row's.
     """
     if not questions or len(questions) != len(contexts):
         raise InputError(f"{len(questions)} questions on {len(contexts)} texts: give a text for each, at least one.")
@@ -87,8 +88,9 @@ def best_spans(
 ) -> tuple[np.ndarray, np.ndarray]:
     """First and last token of the likeliest span of each row, (B, 2), and how much less it scores than no answer, (B,).
 
-    ``start``, ``end``: logits, (B, S); those of token 0 are of no answer. ``in_context``: (B, S): where a span may
-    begin and end.
+    Args:
+        start, end: logits, (B, S); those of token 0 are of no answer.
+        in_context: (B, S): where a span may begin and end.
     """
     columns = np.arange(start.shape[1])
     length = columns[None, :] - columns[:, None]
@@ -103,8 +105,9 @@ def best_spans(
 def answers(batch: Read, start: np.ndarray, end: np.ndarray, *, threshold: float) -> list[str]:
     """The answers to a batch, letter by letter from its texts, or "unanswerable".
 
-    ``threshold``: abstain where no answer scores higher than the best span by more than this
-    (``null_score_diff_threshold`` in SQuAD's own scripts).
+    Args:
+        threshold: abstain where no answer scores higher than the best span by more than this
+            (``null_score_diff_threshold`` in SQuAD's own scripts).
     """
     spans, difference = best_spans(start, end, batch.in_context)
     found = []
@@ -114,14 +117,16 @@ def answers(batch: Read, start: np.ndarray, end: np.ndarray, *, threshold: float
     return found
 
 
-def answerer(tokenizer: PreTrainedTokenizerBase, run: Run, *, threshold: float) -> Callable[[list[str]], list[str]]:
+def answerer(
+    tokenizer: PreTrainedTokenizerBase, run: Run, *, threshold: float, padded_to: int | None = None
+) -> Callable[[list[str]], list[str]]:
     """A function from T5's texts, "question: … context: …", to answers, as `evaluation.evaluate` takes it."""
 
     def answer(texts: list[str]) -> list[str]:
         parts = [text.removeprefix(QUESTION).split(CONTEXT, 1) for text in texts]
         if wrong := [text for text, part in zip(texts, parts, strict=True) if len(part) != 2]:
             raise InputError(f"{wrong[0]!r:.80} is no 'question: … context: …'.")
-        batch = read(tokenizer, [part[0] for part in parts], [part[1] for part in parts])
+        batch = read(tokenizer, [part[0] for part in parts], [part[1] for part in parts], padded_to=padded_to)
         return answers(batch, *run(batch.inputs), threshold=threshold)
 
     return answer
@@ -130,8 +135,10 @@ def answerer(tokenizer: PreTrainedTokenizerBase, run: Run, *, threshold: float) 
 def threshold_from(differences: Sequence[float], f1: Sequence[float], unanswerable: Sequence[bool]) -> float:
     """The threshold with the best F1 over all questions, as SQuAD's evaluation script searches it.
 
-    ``differences``: of each question, as `best_spans` gives it. ``f1``: what the best span of each would score; for
-    those without an answer it does not matter. ``unanswerable``: which questions have no answer.
+    Args:
+        differences: of each question, as `best_spans` gives it.
+        f1: what the best span of each would score; for those without an answer it does not matter.
+        unanswerable: which questions have no answer.
     """
     order = np.argsort(differences)
     gained = np.where(np.array(unanswerable)[order], -100.0, np.array(f1)[order])

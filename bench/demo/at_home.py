@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.responses import PlainTextResponse
-
 # In the page that Gradio sends: connections to other hosts, for its fonts, and for pages inside of others.
 _FOREIGN = re.compile(
     rb'<link\s+rel="(?:preconnect|dns-prefetch)"[^>]*>|<script[^>]*\bsrc="https?://[^>]*>\s*</script>'
@@ -33,7 +31,9 @@ MAX_BODY_BYTES = 1_000_000
 def refusal(method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
     """Status and sentence for a request that the page never makes; ``None`` for one that it may make.
 
-    ``path``: decoded, without the query. ``headers``: by name in lower case.
+    Args:
+        path: decoded, without the query.
+        headers: by name in lower case.
 
     >>> refusal("POST", "/gradio_api/upload", {})
     (403, 'The demo takes no files.')
@@ -84,9 +84,7 @@ class AtHome:
             return await self._app(scope, receive, send)
         named = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if refused := refusal(scope["method"], scope["path"], named):
-            status, sentence = refused
-            # The body is not read, so the connection cannot be used again.
-            return await PlainTextResponse(sentence, status, {"connection": "close"})(scope, receive, send)
+            return await _refuse(send, *refused)
         start: dict[str, Any] = {}
         body = bytearray()
 
@@ -94,14 +92,27 @@ class AtHome:
             nonlocal start
             if message["type"] == "http.response.start":
                 start = message
-            if not dict(start["headers"]).get(b"content-type", b"").startswith(b"text/html"):
-                return await send(message)
-            body.extend(message.get("body", b""))
-            if message is not start and not message.get("more_body"):
-                page = _FOREIGN.sub(b"", bytes(body))
-                kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
-                added = [(b"content-length", str(len(page)).encode()), (b"content-security-policy", _POLICY)]
-                await send({**start, "headers": [*kept, *added]})
-                await send({"type": "http.response.body", "body": page})
+                headers = dict(message["headers"])
+                if not headers.get(b"content-type", b"").startswith(b"text/html"):
+                    await send(message)
+            elif not dict(start["headers"]).get(b"content-type", b"").startswith(b"text/html"):
+                await send(message)
+            else:
+                body.extend(message.get("body", b""))
+                if not message.get("more_body"):
+                    page = _FOREIGN.sub(b"", bytes(body))
+                    kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+                    added = [(b"content-length", str(len(page)).encode()), (b"content-security-policy", _POLICY)]
+                    await send({**start, "headers": [*kept, *added]})
+                    await send({"type": "http.response.body", "body": page})
 
         await self._app(scope, receive, filtered)
+
+
+async def _refuse(send: Any, status: int, sentence: str) -> None:
+    body = sentence.encode()
+    # The body is not read, so the connection cannot be used again.
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode()),
+               (b"connection", b"close")]  # fmt: skip
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -35,8 +35,11 @@ def answers(
 ) -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:
     """Answer a source in several ways, and say again and again how far they are.
 
-    ``chosen``: labels of `race.ways_of`; the first one is what the others are compared with. Returns what happens, in a
-    sentence; and by label what has been written and in which time.
+    Args:
+        chosen: labels of `race.ways_of`; the first one is what the others are compared with.
+
+    Returns:
+        What happens, in a sentence; and by label what has been written and in which time.
     """
     known = ways_of(model)
     if missing := [label for label in chosen if label not in known]:
@@ -99,7 +102,8 @@ def _figures(loaded: LoadedSystem, lane: Progress, first: Progress, runs: int) -
 def make_demo(model: str = "mini", *, own_model: bool = True) -> Blocks:
     """The page, for a Gradio app of your own or for `launch`.
 
-    ``own_model``: let visitors name another model, which is then loaded from this machine's disk or from the hub.
+    Args:
+        own_model: let visitors name another model, which is then loaded from this machine's disk or from the hub.
     """
     gradio = _gradio()
     with gradio.Blocks(title="t5accel: side by side", analytics_enabled=False) as page:
@@ -216,8 +220,9 @@ def _lanes(gradio: Any, known: Sequence[str], ways: Sequence[str], found: dict[s
 def launch(model: str = "mini", *, port: int | None = None, share: bool = False, block: bool = True) -> str:
     """Serve the page on this machine, in a notebook below the cell, too; returns its address.
 
-    ``port``: by default 7860, or the next one that is free. ``share``: let Gradio, the company, make a public address;
-    visitors then cannot name another model.
+    Args:
+        port: by default 7860, or the next one that is free.
+        share: let Gradio, the company, make a public address; visitors then cannot name another model.
     """
     with TemporaryDirectory(prefix="t5accel-demo-") as folder:
         if block:  # in a separate process: what Gradio lays out for files, which nobody sends, goes before it is used

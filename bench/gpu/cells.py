@@ -30,10 +30,20 @@ HAS_BF16 = (8, 0)  # compute capability from which bf16 is arithmetic of the car
 
 @dataclass(frozen=True)
 class Cell:
-    """One comparison; the first system is the reference."""
+    """One comparison; the first system is the reference.
+
+    Attributes:
+        measured: ``"equality"``, ``"speed"``, ``"floor"``, ``"compile"``, ``"draws"``, ``"requests"`` or
+            ``"throughput"``.
+        shortest_source: sources have from so many tokens to ``source_tokens``; ``None``: all have ``source_tokens``.
+        rows: of a running batch.
+        requests: that are answered in one run.
+        rounds: of the timing, at most.
+        least_s: it is not begun with less time left.
+    """
 
     name: str
-    measured: str  # "equality", "speed", "floor", "compile", "draws", "requests" or "throughput"
+    measured: str
     model: str = SMALL
     dtype: str = "bfloat16"
     systems: tuple[str, ...] = (REFERENCE, STATIC, GRAPH)
@@ -41,11 +51,11 @@ class Cell:
     source_tokens: int = 64
     new_tokens: int = 128
     beams: int = 1
-    shortest_source: int | None = None  # sources have from so many tokens to ``source_tokens``; None: all have these
-    rows: int = 0  # of a running batch
-    requests: int = 0  # that are answered in one run
-    rounds: int = 5  # of the timing, at most
-    least_s: float = 15.0  # it is not begun with less time left
+    shortest_source: int | None = None
+    rows: int = 0
+    requests: int = 0
+    rounds: int = 5
+    least_s: float = 15.0
 
 
 ON_TORCH = (REFERENCE, NAIVE, STATIC, GRAPH, RECOMPUTE)

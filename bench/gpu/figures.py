@@ -135,8 +135,10 @@ def beside_published(cards: Cards) -> str:
 def by_length(axis: Axes, cards: Cards, predicted: Mapping[str, Callable[[int], float]] | None = None) -> None:
     """What a token costs, with a cache and without, by the length of the text: a line for each system and card.
 
-    ``axis``: to draw on. ``cards``: recorded runs. ``predicted``: of some cards, by number of tokens: the seconds of a
-    captured step that computes all again.
+    Args:
+        axis: to draw on.
+        cards: recorded runs.
+        predicted: of some cards, by number of tokens: the seconds of a captured step that computes all again.
     """
     lengths: set[int] = set()
     for style, (card, record) in zip(cycle(STYLES), cards.items(), strict=False):
@@ -163,8 +165,10 @@ def by_length(axis: Axes, cards: Cards, predicted: Mapping[str, Callable[[int], 
 def floors(cards: Cards, predicted: Mapping[str, float]) -> str:
     """What a captured step was predicted to take, and what it took: a table for each card; – for what is missing.
 
-    ``cards``: recorded runs. ``predicted``: ``kernels`` and ``eager_kernels`` of a step, ``launch_s`` and
-    ``replayed_s`` of one of them. The bandwidth is that of the recorded card.
+    Args:
+        cards: recorded runs.
+        predicted: ``kernels`` and ``eager_kernels`` of a step, ``launch_s`` and ``replayed_s`` of one of them. The
+            bandwidth is that of the recorded card.
     """
     tables = []
     for card, record in cards.items():

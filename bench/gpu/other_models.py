@@ -37,8 +37,10 @@ def cells(
 ) -> dict[str, Measure]:
     """By the name of a cell, what measures it.
 
-    ``folder``: for graphs. ``device``: ``"cuda"``, or ``"cpu"`` to try it out. ``sizes``: of "gpt2" and "bert" in place
-    of those of GPT-2 and BERT large.
+    Args:
+        folder: for graphs.
+        device: ``"cuda"``, or ``"cpu"`` to try it out.
+        sizes: of "gpt2" and "bert" in place of those of GPT-2 and BERT large.
 
     >>> [*cells(Path("graphs"), device="cpu")][:2]
     ['random:gpt2, 64 tokens', 'random:bert-large, pruned, 1 × 512']

@@ -32,7 +32,6 @@ from t5accel.errors import InputError, MissingPackageError, T5AccelError
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table
-GRACE_S = 45.0  # of a process whose time is over
 SUITE = 3  # rows of another one are not gone on with
 NOT_BACK = "it has not come back: the process ended here"
 CONDITIONS = ("suite", "device", "machine.gpu.name", "versions.torch", "versions.transformers")  # of all rows of a file
@@ -52,15 +51,26 @@ def run_suite(
     rounds: int = 5,
     say: Callable[[str], Any] = print,
 ) -> list[Row]:
-    """Measure what is not measured yet, then again what failed before this run; return all rows of the file.
+    """Measure what is not measured yet, then again what failed before this run, and keep every cell's rows in a file.
 
-    Every cell's rows are kept in ``path`` as soon as they are there; a folder gets ``gpu-<card>.json``. Rows of another
-    card, torch, transformers or suite are put aside. ``device``: "cuda", or "cpu" to try it out. ``cells``: by default
-    `cells.cells_for` this card; ``only`` is a pattern of their names, such as "runtimes*". No cell is begun that would
-    not end within ``minutes``. ``rounds``: of the timing, at most. ``say`` takes a line for each cell, and the table.
+    Args:
+        path: the file of results, or a folder, which gets ``gpu-<card>.json``. Rows of another card, torch,
+            transformers or suite are put aside.
+        device: ``"cuda"``, or ``"cpu"`` to try it out.
+        cells: by default `cells.cells_for` this card.
+        only: cells whose name fits this pattern, such as ``"runtimes*"``.
+        minutes: no cell is begun that would not end in time.
+        rounds: of the timing, at most.
+        say: takes a line for each cell, and the table.
 
-    ``MissingPackageError``: there is no GPU. ``InputError``: ``minutes`` is not above 0, no cell is called as ``only``
-    says, or ``path`` is a file of something else. ``DeviceLostError``: nothing more can be done in this process.
+    Returns:
+        All rows of the file.
+
+    Raises:
+        MissingPackageError: there is no GPU.
+        InputError: ``minutes`` is not above 0, no cell is called as ``only`` says, or ``path`` is a file of something
+            else.
+        DeviceLostError: nothing more can be done in this process.
     """
     if not minutes > 0:
         raise InputError(f"minutes is {minutes!r}; give more than 0.")
@@ -102,8 +112,11 @@ def run_suite(
             if any("failed" in row for row in found):
                 _require_device(device)
             let_go(device)
-            took = f"{perf_counter() - begun:.0f} s" if found else "too slow for the time that is left"
-            say(f"{cell.name}: {took}")
+            say(
+                f"{cell.name}: {perf_counter() - begun:.0f} s"
+                if found
+                else f"{cell.name}: too slow for the time that is left"
+            )
     say(f"\n{table(book.rows)}")
     return book.rows
 
@@ -111,8 +124,9 @@ def run_suite(
 class Book:
     """The file of results and its rows, by cell.
 
-    ``path``: of the file, which may be there. ``about``: what it says of itself: machine, versions, commit, suite and
-    device.
+    Args:
+        path: of the file, which may be there.
+        about: what it says of itself: machine, versions, commit, suite and device.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]):
@@ -243,7 +257,9 @@ def _floor_notes(row: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{row['cell']}: without {what}" for what in row.get("lacks", ()))
 
 
-def run_in_time(path: str | os.PathLike[str], minutes: float = MINUTES, *, only: str = "*") -> None:
+def run_in_time(
+    path: str | os.PathLike[str], minutes: float = MINUTES, *, only: str = "*", grace_s: float = 45.0
+) -> None:
     """The suite; and the end of this process some seconds after its time, whatever it waits for.
 
     A compiler or a driver may not come back. What was measured before is in the file.
@@ -253,7 +269,7 @@ def run_in_time(path: str | os.PathLike[str], minutes: float = MINUTES, *, only:
         print(f"{minutes:g} minutes are over and a cell has not come back; the rows before it are kept.", flush=True)
         os._exit(3)
 
-    timer = threading.Timer(60 * minutes + GRACE_S, stop)
+    timer = threading.Timer(60 * minutes + grace_s, stop)
     timer.daemon = True
     timer.start()
     try:

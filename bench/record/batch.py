@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
@@ -194,7 +195,18 @@ def main() -> None:
                 add(f"{count:,} short texts", SHORT["precision"], partial(many, count, Path(folder)))
         for precision in ("fp32", "int8"):
             add("mixed", precision, partial(rows_of, precision, args.limit, args.rounds))
-    print(f"{len(rows)} rows in {args.json}")
+    for row in rows:
+        if row["measured"] == "job":
+            print(
+                f"{row['precision']:5} {row['cell']}: {row['answers_per_s']:.0f} rows/s, {row['tokens_per_s']:.0f} "
+                f"tokens/s, {row['seconds']:.1f} s, {row['peak_memory_bytes'] / 1e6:.0f} MB at most"
+            )
+            continue
+        low, high = min(row["ratio_samples"]), max(row["ratio_samples"])
+        print(
+            f"{row['precision']:5} {row['cell']:12} {row['system']:28} {row['ratio']:.2f}x ({low:.2f}–{high:.2f}), "
+            f"{row['texts']} texts, {median(row['latency_s']):.1f} s, {row['equal']} of {row['of']} equal"
+        )
 
 
 if __name__ == "__main__":

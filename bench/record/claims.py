@@ -51,8 +51,10 @@ DIGITS = {"value": 0, "count": 0, "difference": 1}  # after the point, where a f
 def figure(spec: Mapping[str, Any], common: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """A number, with all that a reader needs to find and compute it again.
 
-    ``spec``: a figure of the claims' file, which explains it. ``common``: what all rows of the claim share, ``file``
-    among it. ``folder``: of the files of results.
+    Args:
+        spec: a figure of the claims' file, which explains it.
+        common: what all rows of the claim share, ``file`` among it.
+        folder: of the files of results.
     """
     (kind,) = spec.keys() & (HOW.keys() | KEYS.keys())
     how = "value" if kind == "ratio" else kind

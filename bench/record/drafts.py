@@ -150,6 +150,14 @@ def main() -> None:
     draft = f" --draft {args.draft}" if args.draft else ""
     command = f"python -m bench.record.drafts{draft} --limit {args.limit} --rounds {args.rounds}"
     write_rows(args.json, rows, command=command)
+    for row in rows:
+        if "drafted" in row:
+            low, high = min(row["ratio_samples"]), max(row["ratio_samples"])
+            print(
+                f"{row['precision']:5} batch {row['batch']} {row['task']:12} {row['encoder']:10} {row['system']:11} "
+                f"{row['ratio']:.2f}x ({low:.2f}–{high:.2f}), {row['accepted']} of {row['drafted']} guesses accepted, "
+                f"{row['equal']} of {row['of']} answers equal"
+            )
     print(f"{len(rows)} rows in {args.json}")
 
 

@@ -26,7 +26,6 @@ from tqdm import tqdm
 from bench.baselines.ort_iobinding import OrtBound
 from bench.harness import Contender, run_comparison
 from bench.results import Row, write_rows
-from bench.systems import by_our_loop
 from t5accel import machine
 from t5accel.api import accelerate
 from t5accel.decoding.backend import Backend
@@ -119,8 +118,9 @@ def export_rows() -> list[Row]:
             started = time.perf_counter()
             manifest = export_model(model, Path(folder) / "export", tokenizer=tokenizer, name=name)
             seconds = time.perf_counter() - started
-        sizes = {"size_bytes": manifest.size_bytes}
-        rows.append({"measured": "export", "model": name, "seconds": round(seconds, 2), **sizes})
+        rows.append(
+            {"measured": "export", "model": name, "seconds": round(seconds, 2), "size_bytes": manifest.size_bytes}
+        )
     return rows
 
 
@@ -154,25 +154,25 @@ def soak_row(generations: int) -> Row:
     }  # fmt: skip
 
 
-class Stopwatch:
-    """Adds up the seconds of a function, or of the runs of a session."""
+class TimedSession:
+    """A session that adds up the seconds of its runs."""
 
-    def __init__(self, watched: Any):
-        self.watched, self.seconds = watched, 0.0
-
-    def timed(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return function(*arguments, **options)
-        finally:
-            self.seconds += time.perf_counter() - started
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.timed(self.watched, *arguments, **options)
+    def __init__(self, session: Any):
+        self.session, self.seconds = session, 0.0
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.watched, name)
-        return partial(self.timed, found) if name.startswith("run") else found
+        found = getattr(self.session, name)
+        if not name.startswith("run"):
+            return found
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return found(*arguments, **options)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return timed
 
 
 def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
@@ -185,12 +185,25 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
 
     model = accelerate("random:t5-small", progress=False)
     ids = np.random.default_rng(0).integers(3, 32128, (1, 64))
-    session = model.backend.fused.session = Stopwatch(model.backend.fused.session)
-    forward = model.forward = Stopwatch(model.forward)
+    session = model.backend.fused.session = TimedSession(model.backend.fused.session)
+    forward = 0.0
+    original = model.forward
+
+    def timed_forward(*arguments: Any, **options: Any) -> Any:
+        nonlocal forward
+        started = time.perf_counter()
+        try:
+            return original(*arguments, **options)
+        finally:
+            forward += time.perf_counter() - started
+
+    model.forward = timed_forward
     tensors = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.ones_like(torch.from_numpy(ids))}
     bounds = dict(min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, num_beams=1)
     loops = {
-        "greedy()": lambda: by_our_loop(model.backend)(ids, np.ones_like(ids), tokens, tokens),
+        "greedy()": lambda: (
+            greedy(model.backend, ids, np.ones_like(ids), min_new_tokens=tokens, max_new_tokens=tokens).sequences
+        ),
         "generate()": lambda: model.generate(**tensors, **bounds)[:, 1:].numpy(),
         THEIRS: lambda: model.generate(**tensors, **bounds, return_dict_in_generate=True).sequences[:, 1:].numpy(),
     }
@@ -198,9 +211,10 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
 
     def watched(name: str) -> Callable[[], np.ndarray]:
         def run() -> np.ndarray:
-            session.seconds = forward.seconds = 0.0
+            nonlocal forward
+            session.seconds = forward = 0.0
             found = loops[name]()
-            inner[name].append((session.seconds, forward.seconds))
+            inner[name].append((session.seconds, forward))
             return found
 
         return run

@@ -47,7 +47,11 @@ def main() -> None:
     rows = [row for model in MODELS for precision in ("fp32", "int8", "int4")
             for row in floor_rows(model, precision, args.passes)]  # fmt: skip
     write_rows(args.json, rows, command=f"python -m bench.record.floors --json FILE --passes {args.passes}")
-    print(f"{len(rows)} rows in {args.json}")
+    for row in rows:
+        print(
+            f"{row['model']:16} {row['precision']:5} {row['system']:10} {row['bytes_per_step'] / 1e6:6.1f} MB at "
+            f"{row['bytes_per_s'] / 1e9:5.1f} GB/s: {row['floor_s'] * 1e3:.2f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -94,10 +94,10 @@ def answered(page: Page) -> dict[str, Any]:
     return {"text": answer.inner_text(), "tokens": tokens, **json.loads(answer.get_attribute("data-times"))}
 
 
-def transfer_bytes(paths: list[str]) -> int:
+def transfer_bytes(paths: Iterator[str] | list[str], folder: Path = BUILT) -> int:
     """Of the files that were asked for, as a host sends them that compresses by gzip."""
     names = {path.split("?")[0].lstrip("/") or "index.html" for path in paths}
-    return sum(len(gzip.compress((BUILT / name).read_bytes(), 6)) for name in names)
+    return sum(len(gzip.compress((folder / name).read_bytes(), 6)) for name in names)
 
 
 def rows_of(browser: Browser, model: dict[str, Any], tasks: list[dict[str, Any]], version: str) -> Iterator[Row]:
@@ -152,6 +152,14 @@ def main() -> None:
     with chromium() as browser:
         rows = [row for model in content["models"] for row in rows_of(browser, model, content["tasks"], version)]
     write_rows(args.json, rows, command="python -m bench.record.web --json FILE")
+    for row in rows:
+        if row["measured"] == "quality":
+            print(f"{row['system']:16} quality      BLEU {row['bleu']:.1f}, ROUGE-L {row['rougeL']:.1f}, "
+                  f"EM {row['exact_match']:.1f}")  # fmt: skip
+            continue
+        first, rate = row.get("first_s", row.get("first_p50_s")), row.get("tokens_per_s")
+        speed = f", {rate:.0f} tokens/s" if rate else f", {row['settings']['transfer_bytes'] / 1e6:.1f} MB sent"
+        print(f"{row['system']:16} {row['measured']:12} first word after {first:.2f} s{speed}")
     default = content["models"][0]["label"]
     lost = missed([row for row in rows if row["system"] == default])
     print(f"{default}: {'; '.join(lost) or 'all aims are reached'}.")

@@ -60,8 +60,10 @@ def watch(
 ) -> Watched:
     """Run jobs that come at given steps, and note after each step who had which row.
 
-    ``backend``: with ``add_sources``. ``jobs``: each with the step before which it comes, in order. ``static``: those
-    that are there form a batch, nobody joins it, and its answers are handed out when all are done.
+    Args:
+        backend: with ``add_sources``.
+        jobs: each with the step before which it comes, in order.
+        static: those that are there form a batch, nobody joins it, and its answers are handed out when all are done.
     """
     steps: list[list[int]] = []
 

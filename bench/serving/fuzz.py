@@ -33,7 +33,7 @@ class FuzzReport:
     live_s: float = 0.0  # the longest until ``/health/live`` was answered meanwhile, where that was asked
 
 
-def fuzz_server(port: int, count: int = 200) -> FuzzReport:
+def fuzz_server(port: int, count: int = 200, *, at_once: int = 8) -> FuzzReport:
     """Send so many hostile requests to a server on this machine; each has to end within half a minute.
 
     >>> fuzz_server(9, 2).cut_off  # nobody listens there
@@ -44,7 +44,7 @@ def fuzz_server(port: int, count: int = 200) -> FuzzReport:
         began = time.perf_counter()
         return send(port, malformed_request(seed)), time.perf_counter() - began
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         return _survived(list(pool.map(one, range(count))))
 
 

@@ -169,7 +169,8 @@ async def _last_event(response: Any, first_s: list[float], intended: float) -> d
 def ask(url: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> tuple[str, int]:
     """One request, and the text and the number of tokens that it is answered with; of streams, all pieces joined.
 
-    ``timeout_s``: without a byte.
+    Args:
+        timeout_s: without a byte.
     """
     asked = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(asked, timeout=timeout_s) as response:

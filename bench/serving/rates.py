@@ -21,7 +21,6 @@ from bench.serving.servers import Running
 from t5accel.errors import InputError
 
 SHORT, LONG, SHARE_LONG = (4, 8), 128, 10  # new tokens; one request in so many is long
-UNMEASURED = 2  # are sent beforehand, to a server that has not met sources of this length
 STEP = 1.25  # from one rate to the next
 MOST_POINTS = 8
 FEWEST_ANSWERS = 100  # of a point, if that takes no more than …
@@ -31,16 +30,16 @@ BASELINE, STATIC, OURS = "FastAPI, transformers", "FastAPI, static batches", "t5
 Text = Callable[[np.random.Generator, int], str]  # a source of exactly so many tokens
 
 
-def mixed_bodies(text: Text, count: int = 400) -> list[dict[str, Any]]:
+def mixed_bodies(text: Text, count: int = 400, *, longest_source: int = 40, seed: int = 0) -> list[dict[str, Any]]:
     """Requests of which nine in ten want 4 to 8 tokens, and one wants 128; sources have 8 to 40. Lengths are forced.
 
     >>> [body["max_new_tokens"] > 8 for body in mixed_bodies(lambda rng, tokens: "a", 10)].count(True)
     1
     """
-    rng, bodies = np.random.default_rng(0), []
+    rng, bodies = np.random.default_rng(seed), []
     for number in range(count):
         new = LONG if number % SHARE_LONG == 0 else int(rng.integers(SHORT[0], SHORT[1] + 1))
-        source = text(rng, int(rng.integers(8, 41)))
+        source = text(rng, int(rng.integers(8, longest_source + 1)))
         bodies.append({"text": source, "max_new_tokens": new, "min_new_tokens": new})
     return bodies
 
@@ -67,14 +66,18 @@ def load_row(load: Load, outcome: Outcome, *, limit_s: float, **facts: Any) -> R
     return {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
 
 
-def one_by_one(running: Running, bodies: Sequence[Mapping[str, Any]]) -> Row:
-    """One request after the other: each one's seconds, their mean and deviation."""
+def one_by_one(running: Running, bodies: Sequence[Mapping[str, Any]], *, unmeasured: int = 2) -> Row:
+    """One request after the other: each one's seconds, their mean and deviation.
+
+    Args:
+        unmeasured: so many are sent beforehand, the first ones again, to a server that has not met this length.
+    """
     url, times = running.url + running.server.path, []
-    for body in (*bodies[:UNMEASURED], *bodies):
+    for body in (*bodies[:unmeasured], *bodies):
         began = time.perf_counter()
         ask(url, body)
         times.append(round(time.perf_counter() - began, 6))
-    times = times[UNMEASURED:]
+    times = times[unmeasured:]
     return {
         "measured": "sequential", "batch": 1, "latency_s": times, "mean_s": fmean(times), "deviation_s": stdev(times),
         "p99_s": float(np.percentile(times, 99)),
@@ -104,7 +107,7 @@ def knee_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return "≥ " * (found == max(row["rate_per_s"] for row in rows)) + f"{found:.3g}"
 
 
-def swept(point: Callable[[float], Row], start: float, *, most: int = MOST_POINTS) -> Iterator[Row]:
+def swept(point: Callable[[float], Row], start: float, *, step: float = STEP, most: int = MOST_POINTS) -> Iterator[Row]:
     """Points of a curve around the knee: upward until the server no longer keeps up, or downward until it does.
 
     Downward by two steps at a time, and then one up again, so that the knee is known to one step in any case. Where it
@@ -123,12 +126,12 @@ def swept(point: Callable[[float], Row], start: float, *, most: int = MOST_POINT
     yield from tried(start)
     up, rate = kept[-1], start
     for _ in range(1, most):
-        rate = rate * STEP if up else rate / STEP**2
+        rate = rate * step if up else rate / step**2
         yield from tried(rate)
         if kept[-1] != up:
             break
     if not up and kept[-1]:
-        yield from tried(rate * STEP)
+        yield from tried(rate * step)
 
 
 def curve(
@@ -137,8 +140,10 @@ def curve(
 ) -> Iterator[Row]:  # fmt: skip
     """A server under the closed loop, and at rising rates of the open one, up to its knee.
 
-    ``seconds``: of each point, and longer where few requests come. ``clients``: of the closed loop, whose throughput is
-    where the sweep begins, halved. ``fewest``: answers of each, for which it may take longer.
+    Args:
+        seconds: of each point, and longer where few requests come.
+        clients: of the closed loop, whose throughput is where the sweep begins, halved.
+        fewest: answers of each, for which it may take longer.
     """
 
     def sent(kind: str, **how: Any) -> Row:

@@ -73,7 +73,8 @@ Answer = Callable[[Sequence[Asked]], list[Answered]]
 class Batches:
     """Requests wait until a batch begins; the next one begins when all of it is done.
 
-    ``window_s``: a batch that is not full begins so long after its first request came.
+    Args:
+        window_s: a batch that is not full begins so long after its first request came.
     """
 
     def __init__(self, answer: Answer, *, most: int = 1, window_s: float = 0.0):
@@ -166,11 +167,21 @@ def of_transformers(model: str, threads: int) -> Answer:
 
 
 def of_our_engine(model: str, threads: int) -> Answer:
-    """Our engine in fp32, for a batch; a model, or a folder of its export."""
+    """Our engine in fp32, for a batch."""
     from t5accel.api import open_backend
 
     backend, tokenizer, _ = open_backend(model, threads=threads, progress=False)
     return partial(together, backend, tokenizer)
+
+
+def of_export(export: str, threads: int) -> Answer:
+    """The same for a folder of an export."""
+    from t5accel.backends.ort_session import SessionSettings
+    from t5accel.backends.ort_static import OrtStatic
+    from t5accel.tokenization import tokenizer_of
+
+    backend = OrtStatic(Path(export), settings=SessionSettings(threads=threads))
+    return partial(together, backend, tokenizer_of(export))
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,7 +235,9 @@ def other(kind: str, model: str, *, name: str, threads: int) -> Server:
 class Running:
     """A server that runs, until the ``with`` block ends.
 
-    ``url``: what requests go to, without the path. ``started_s``: from the start of the process until it was ready.
+    Attributes:
+        url: what requests go to, without the path.
+        started_s: from the start of the process until it was ready.
     """
 
     def __init__(self, server: Server, log: Path, port: int | None = None):
@@ -286,20 +299,39 @@ class Running:
 #     python -m bench.serving.servers static mini --port 8001
 
 
-KINDS = ("transformers", "one-by-one", "static", "bert", "ray")
+def serve_batches(batches: Batches, port: int) -> None:
+    """FastAPI on 127.0.0.1, until it is ended."""
+    import uvicorn
+
+    uvicorn.run(make_app(batches), host="127.0.0.1", port=port, log_level="warning", access_log=False)
 
 
-def batches_of(args: argparse.Namespace) -> Batches:
-    """What FastAPI serves of each kind: our engine in static batches, the others request by request."""
-    if args.kind == "transformers":
-        return Batches(of_transformers(args.model, args.threads))
-    if args.kind == "bert":  # a graph (.onnx) on ONNX Runtime, else PyTorch. The text is "question: … context: …"
-        from bench.bert.reader import reader_of
+def serve_transformers(args: argparse.Namespace) -> None:
+    """Transformers, request by request."""
+    serve_batches(Batches(of_transformers(args.model, args.threads)), args.port)
 
-        read = reader_of(args.model, args.tokenizer, args.threshold, threads=args.threads, bound=args.bound)
-        return Batches(lambda asked: [(text, len(text.split())) for text in read([one.text for one in asked])])
+
+def serve_one_by_one(args: argparse.Namespace) -> None:
+    """Our engine, request by request."""
+    serve_batches(Batches(of_our_engine(args.model, args.threads)), args.port)
+
+
+def serve_static(args: argparse.Namespace) -> None:
+    """Our engine in static batches."""
     answer = of_our_engine(args.model, args.threads)
-    return Batches(answer, most=MOST_ROWS, window_s=WINDOW_S) if args.kind == "static" else Batches(answer)
+    serve_batches(Batches(answer, most=MOST_ROWS, window_s=WINDOW_S), args.port)
+
+
+def serve_bert(args: argparse.Namespace) -> None:
+    """A reader: a graph (``.onnx``) on ONNX Runtime, else PyTorch. The text is "question: … context: …"."""
+    from bench.bert.reader import reader_of
+
+    read = reader_of(args.model, args.tokenizer, args.threshold, threads=args.threads, bound=args.bound)
+
+    def answer(asked: Sequence[Asked]) -> list[Answered]:
+        return [(text, len(text.split())) for text in read([one.text for one in asked])]
+
+    serve_batches(Batches(answer), args.port)
 
 
 def serve_by_ray(args: argparse.Namespace) -> None:
@@ -312,9 +344,9 @@ def serve_by_ray(args: argparse.Namespace) -> None:
     @serve.deployment(max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0.5})
     class Batched:
         def __init__(self, export: str, threads: int):
-            from bench.serving.servers import of_our_engine  # in the replica, which does not know this program
+            from bench.serving.servers import of_export  # in the replica, which does not know this program
 
-            self.answer = of_our_engine(export, threads)
+            self.answer = of_export(export, threads)
 
         @serve.batch(max_batch_size=MOST_ROWS, batch_wait_timeout_s=WINDOW_S)
         async def answers(self, asked: list[dict[str, Any]]) -> list[Answered]:
@@ -338,6 +370,15 @@ def serve_by_ray(args: argparse.Namespace) -> None:
     ray.shutdown()
 
 
+KINDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "transformers": serve_transformers,
+    "one-by-one": serve_one_by_one,
+    "static": serve_static,
+    "bert": serve_bert,
+    "ray": serve_by_ray,
+}
+
+
 def main() -> None:
     """Serve one of them."""
     from t5accel import machine
@@ -351,13 +392,7 @@ def main() -> None:
     parser.add_argument("--threshold", type=float, default=0.0, help="of bert: by which no answer must score higher")
     parser.add_argument("--bound", action="store_true", help="of bert: a graph on memory that stays")
     args = parser.parse_args()
-    if args.kind == "ray":
-        serve_by_ray(args)
-    else:
-        import uvicorn
-
-        app = make_app(batches_of(args))
-        uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning", access_log=False)
+    KINDS[args.kind](args)
 
 
 if __name__ == "__main__":

@@ -63,10 +63,12 @@ def write_repository(
 ) -> Path:  # fmt: skip
     """Write a model repository, or add a version to the one that is there.
 
-    ``name``: of the model in Triton; by default ``model``, where that can be a name. ``version``: a number; Triton
-    serves all, and by default answers with the highest. ``window_ms``: how long Triton collects a batch that is not
-    full. ``instances``: processes that each hold the model, of the one with dynamic batching. ``threads``: of each
-    instance; by default the cores that there are, shared.
+    Args:
+        name: of the model in Triton; by default ``model``, where that can be a name.
+        version: a number; Triton serves all, and by default answers with the highest.
+        window_ms: how long Triton collects a batch that is not full.
+        instances: processes that each hold the model, of the one with dynamic batching.
+        threads: of each instance; by default the cores that there are, shared.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as here:
@@ -100,8 +102,10 @@ def write_repository(
 def triton_server(environment: Path, repository: Path, name: str, *, in_flight: bool = False) -> Server:
     """How the Triton that the package ``nvidia-pytriton`` brings is started on a repository, for one of its models.
 
-    ``environment``: a virtual environment with that package and what ``model.py`` needs. ``repository``: of
-    `write_repository`; both of its models are loaded. ``in_flight``: ask the other one.
+    Args:
+        environment: a virtual environment with that package and what ``model.py`` needs.
+        repository: of `write_repository`; both of its models are loaded.
+        in_flight: ask the other one.
     """
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = environment / "lib" / python / "site-packages"

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from t5accel.backends.torch_eager import TorchEager
 from t5accel.checks import as_count
-from t5accel.distillation.batches import LONGEST, Mixture, Rows, as_mixture, encode_and_pack, read_examples
+from t5accel.distillation.batches import Mixture, Rows, as_mixture
 from t5accel.distillation.checkpointing import require_device, run_training
 from t5accel.distillation.losses import OBJECTIVES, as_objective, student_loss
 from t5accel.distillation.optimizer import (
@@ -24,19 +23,14 @@ from t5accel.distillation.optimizer import (
     new_optimizers,
     set_dropout,
     use_pooled_dropout,
-    validation_losses,
 )
 from t5accel.errors import InputError
-from t5accel.metrics import ROW_SCORES
 from t5accel.models.sizes import T5Dims
-from t5accel.tokenization import generate_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from t5accel.distillation.importance import Gates
-
-METRICS = ("loss", *ROW_SCORES)
 
 
 def layer_map(teacher_layers: int, student_layers: int) -> tuple[int, ...]:
@@ -209,46 +203,3 @@ def train_student(
         label=config.loss,
     )
     return student.eval().to("cpu")
-
-
-def make_validator(
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    metric: str = "loss",
-    *,
-    batch_size: int = 32,
-    longest: int = LONGEST,
-) -> Callable[[PreTrainedModel], dict[str, float]]:
-    """Make a function from a model to its loss (nats per token) and the metric of its greedy outputs.
-
-    ``rows`` and ``longest`` are those of `read_examples`; the metric "loss" generates nothing. Raises
-    ``InputError`` for an unknown metric or a wrong row, ``MissingPackageError`` if the metric's package is missing.
-
-    >>> from t5accel.models.load import load_model
-    >>> model, tokenizer = load_model("mini")
-    >>> rows = [{"source": "translate English to French: I am tired.", "target": "Je suis fatigué."}]
-    >>> make_validator(rows, tokenizer, "exact_match")(model)["exact_match"]
-    100.0
-    """
-    if metric not in METRICS:
-        raise InputError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}.")
-    examples = read_examples(rows, tokenizer, longest=longest)
-    examples.sort(key=lambda example: len(example[0]))  # similar lengths: less padding
-    sources, references = [source for source, _ in examples], [[target] for _, target in examples]
-    sets = {"loss": encode_and_pack(examples, lambda texts: tokenizer(texts)["input_ids"], 6000)}
-    max_new_tokens = 2 * max(len(target) for _, targets in sets["loss"] for target in targets)
-    if metric != "loss":
-        ROW_SCORES[metric](["a"], [["a"]])  # a missing package is reported now and not after the first 250 steps
-
-    def validate(model: PreTrainedModel) -> dict[str, float]:
-        found = validation_losses(model, sets)
-        if metric != "loss":
-            backend = TorchEager(model)  # puts the model into evaluation mode
-            answers = generate_texts(
-                backend, tokenizer, sources, max_new_tokens=max_new_tokens, num_beams=1, batch_size=batch_size
-            )
-            found[metric] = round(ROW_SCORES[metric](answers, references), 2)
-            model.train()
-        return found
-
-    return validate

@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,7 +20,7 @@ from t5accel.decoding.backend import Backend
 from t5accel.errors import EngineError, T5AccelError
 from t5accel.serve import schemas
 from t5accel.serve.middleware import HTTPError, RequestLimits, ValidationError, error_response
-from t5accel.serve.monitoring import TEXT_FORMAT, log
+from t5accel.serve.monitoring import log
 from t5accel.serve.request import RequestHandle
 from t5accel.serve.scheduler import ENDS
 from t5accel.serve.schemas import Completion, Generate
@@ -107,7 +106,6 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     )
     app.state.service = service
     app.add_middleware(RequestLimits, settings=settings, metrics=service.metrics)
-    get, responses = partial(app.get, response_model=None), schemas.openapi_responses
 
     def post(
         path: str, schema: type[Generate | Completion], shape: type[BaseModel], event: type[BaseModel]
@@ -131,7 +129,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
                 path,
                 openapi_extra={"requestBody": {"content": content, "required": True}},
                 response_model=None,
-                responses=responses(shape, *errors, event=event),
+                responses=schemas.openapi_responses(shape, *errors, event=event),
             )(route)
 
         return add
@@ -213,26 +211,35 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
 
     model = {"id": name, "object": "model", "created": service.started_s, "owned_by": "t5accel"}
 
-    @get("/v1/models", responses=responses(schemas.ModelList))
+    def get(
+        *paths: str, shape: type[BaseModel] | None, errors: tuple[int, ...] = (), **more: Any
+    ) -> Callable[..., Any]:
+        def add(answer: Callable[..., Any]) -> None:
+            for path in paths:
+                responses = schemas.openapi_responses(shape, *errors, **more)
+                app.get(path, response_model=None, responses=responses)(answer)
+
+        return add
+
+    @get("/v1/models", shape=schemas.ModelList)
     async def models() -> Any:
         """List the model that is served."""
         return {"object": "list", "data": [model]}
 
-    @get("/v1/models/{name:path}", responses=responses(schemas.ModelCard, 404, 422))
+    @get("/v1/models/{name:path}", shape=schemas.ModelCard, errors=(404, 422))
     async def one_model(name: str) -> Any:
         """Describe the model of this name."""
         if name == model["id"]:
             return model
         return error_response(HTTPError(404, "There is no such model.", code="model_not_found"))
 
-    @get("/health/live", responses=responses(schemas.Alive, is_open=True))
+    @get("/health/live", shape=schemas.Alive, is_open=True)
     async def live() -> Response:
         """Whether the engine works; 503: restart the server."""
         alive = scheduler.is_alive and scheduler.busy_s() < settings.unhealthy_after_s
         return JSONResponse({"alive": alive}, 200 if alive else 503)
 
-    @get("/health", responses=responses(schemas.Ready, is_open=True))
-    @get("/health/ready", responses=responses(schemas.Ready, is_open=True))
+    @get("/health/ready", "/health", shape=schemas.Ready, is_open=True)
     async def ready() -> Response:
         """Whether to send requests here, and the load; 503: not now."""
         is_ready = scheduler.is_open and scheduler.is_alive
@@ -245,17 +252,17 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         }
         return JSONResponse(load, 200 if is_ready else 503)
 
-    @get("/version", responses=responses(schemas.Version))
+    @get("/version", shape=schemas.Version)
     async def version() -> Any:
         """The version of t5accel."""
         return {"version": VERSION}
 
-    @get("/", responses=responses(schemas.About))
+    @get("/", shape=schemas.About)
     async def about() -> Any:
         """What this server is, and its routes."""
         return {"name": "t5accel", "version": VERSION, "model": name, "routes": routes()}
 
-    @get("/docs", include_in_schema=False)
+    @app.get("/docs", response_model=None, include_in_schema=False)
     async def docs() -> Response:
         return HTMLResponse(schemas.page(app.openapi()), headers={"Content-Security-Policy": CLOSED})
 
@@ -265,10 +272,10 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         found.headers = dict(error.headers or {})
         return error_response(found)
 
-    @app.get("/metrics", response_class=Response, responses=responses(None))
+    @app.get("/metrics", response_class=Response, responses=schemas.openapi_responses(None))
     async def metrics() -> Response:
         """The counters, for Prometheus."""
-        return PlainTextResponse(service.metrics.text(), media_type=TEXT_FORMAT)
+        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     def routes() -> list[str]:
         paths = app.openapi()["paths"].items()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from t5accel.decoding.backend import Source
-from t5accel.serve.running_batch import RunningBatch, RunningSequence, each_alone, place_rows
+from t5accel.serve.running_batch import GreedySequence, RunningBatch, RunningSequence
 
 MAX_STEPS = 8  # between two readings of a device's tokens
 MAX_CHUNK_S = 0.02  # of these steps: newcomers wait that long
@@ -19,7 +19,19 @@ LENGTH, TOKEN, SHORTEST, SOURCE = range(4)  # of each row's column in the table;
 IDLE = np.array([[0], [0], [-1], [0]])
 
 
-class DeviceRunningBatch(RunningBatch):
+def _place(parts: Sequence[RunningSequence], rows: np.ndarray) -> None:
+    begin = 0
+    for part in parts:
+        end = begin + part.writer.rows
+        part.rows = rows[begin:end]
+        begin = end
+
+
+def _is_greedy(part: RunningSequence) -> bool:
+    return type(part.writer) is GreedySequence  # and no SampledSequence
+
+
+class DeviceRunningBatch:
     """A `RunningBatch` with several steps per call, over the rows of ``backend.in_flight()``.
 
     With few rows it takes one step, so that no stream waits; with many up to `MAX_STEPS` within `MAX_CHUNK_S`. Samples
@@ -28,18 +40,20 @@ class DeviceRunningBatch(RunningBatch):
     >>> from t5accel.backends.torch_static import TorchStatic
     >>> from t5accel.models.load import load_model
     >>> from t5accel.serve.request import GenerationRequest
-    >>> from t5accel.serve.running_batch import sequences_for
     >>> batch = DeviceRunningBatch(backend := TorchStatic(load_model("random:t5-small")[0]))
-    >>> part = RunningSequence(sequences_for(backend, GenerationRequest([100, 1], max_new_tokens=2))[0], "an owner")
+    >>> part = RunningSequence(GreedySequence(backend, GenerationRequest([100, 1], max_new_tokens=2)), "an owner")
     >>> batch.add(batch.encoder.encode(np.array([[100, 1]]), np.ones((1, 2), dtype=np.int64)), [part])
     >>> batch.step(), batch.step() == [part], len(part.writer.tokens)
     ([], True, 2)
     """
 
+    joins_running = True
+
     def __init__(self, backend: Any, *, clock: Callable[[], float] = time.perf_counter):
-        super().__init__(backend)
-        self.joins_running = True
         self.encoder = self._device = backend.in_flight()
+        self.parts: list[RunningSequence] = []
+        self.rows, self.steps, self.tokens = 0, 1, 0
+        self.logit_steps = self.token_steps = 0
         self._positions = getattr(backend, "positions", None) or math.inf
         self._clock, self._step_s = clock, 0.0
         self._table = np.tile(IDLE, 0)
@@ -56,19 +70,23 @@ class DeviceRunningBatch(RunningBatch):
         self._fit(rows=self.rows + count, source=source.width, ahead=1)
         where = np.flatnonzero(self._table[SOURCE] == 0)[:count]
         self._device.add_sources(where, source)
-        place_rows(parts, where)
+        _place(parts, where)
         for part in parts:
-            shortest = part.writer.shortest if part.is_greedy else -1
+            shortest = part.writer.shortest if _is_greedy(part) else -1
             self._table[:, part.rows] = [[0], [part.writer.start], [shortest], [source.width]]
+        self.rows += count
         self.parts += parts
 
     def remove(self, parts: Sequence[RunningSequence]) -> None:
+        """Remove sequences, done or not."""
         for part in parts:
             self._table[:, part.rows] = IDLE
+            self.rows -= part.rows.size
         leaving = set(parts)
         self.parts = [part for part in self.parts if part not in leaving]
 
     def clear(self) -> None:
+        """Remove all sequences."""
         self.remove(self.parts)
 
     def step(self) -> list[RunningSequence]:
@@ -76,8 +94,8 @@ class DeviceRunningBatch(RunningBatch):
 
         An error of the backend is raised and leaves the batch unchanged.
         """
-        greedy = [part for part in self.parts if part.is_greedy]
-        others = [part for part in self.parts if not part.is_greedy]
+        greedy = [part for part in self.parts if _is_greedy(part)]
+        others = [part for part in self.parts if not _is_greedy(part)]
         count = 1 if others else self._count()
         self._fit(rows=self.rows, source=1, ahead=count)
         first = [part for part in greedy if not part.writer.tokens]
@@ -91,23 +109,42 @@ class DeviceRunningBatch(RunningBatch):
         for row, token in forced if count == 1 else ():
             self._table[TOKEN, row] = token
         tokens = found.tolist()
-
-        def append(part: RunningSequence) -> None:
-            for token in tokens[part.rows[0]]:
-                self.tokens += 1
-                part.writer.append(token)
-                if part.writer.is_done:
-                    break
-
-        each_alone(greedy, append)
+        for part in greedy:
+            before = part.writer.missing
+            try:
+                part.writer.append_all(tokens[part.rows[0]])
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # of its stopping criterion; a panic of a Rust library is no Exception
+                part.error = error
+            self.tokens += before - part.writer.missing
         if others:
-            rows = np.concatenate([part.rows for part in others])
-            self.tokens += rows.size
-            self._advance(others, self._device.logits(rows), self._table[TOKEN])
-        return self._ended()
+            self._advance(others)
+            self.logit_steps += 1
+        else:
+            self.token_steps += count
+        return [part for part in self.parts if part.writer.is_done or part.error is not None]
 
-    def _reorder(self, moved: np.ndarray, order: np.ndarray) -> None:
-        self._device.reorder_sources(moved, order[moved])
+    def _advance(self, parts: Sequence[RunningSequence]) -> None:
+        rows = np.concatenate([part.rows for part in parts])
+        self.tokens += rows.size
+        logits, order = self._device.logits(rows), np.arange(self._table.shape[1])
+        for part in parts:
+            part_logits, logits = logits[: part.rows.size], logits[part.rows.size :]
+            try:
+                self._table[TOKEN, part.rows], order[part.rows] = part.advanced(part_logits)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # the others go on
+                part.error = error
+        moved = np.flatnonzero(order != np.arange(order.size))
+        if moved.size:
+            try:
+                self._device.reorder_sources(moved, order[moved])
+            except Exception as error:
+                for part in parts:
+                    if np.isin(part.rows, moved).any():
+                        part.error = error
 
     def _count(self) -> int:
         count = min(MAX_STEPS, max(1, self.rows // 4), max(part.writer.missing for part in self.parts))
@@ -135,10 +172,10 @@ class DeviceRunningBatch(RunningBatch):
             table = np.tile(IDLE, wanted[0])
             table[:, : kept.size] = self._table[:, kept]
             self._table, self._oversized_steps = table, 0
-            place_rows(self.parts, np.arange(kept.size))
+            _place(self.parts, np.arange(kept.size))
 
 
-def running_batch(backend: Any, rows: int) -> RunningBatch:
+def running_batch(backend: Any, rows: int) -> RunningBatch | DeviceRunningBatch:
     """The running batch for a backend, warmed for ``rows`` rows."""
     if not hasattr(backend, "in_flight"):
         return RunningBatch(backend)

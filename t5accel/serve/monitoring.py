@@ -28,7 +28,6 @@ TIMES = {
     "queue_s": ("t5accel_queue_seconds", "From a request until its source is encoded"),
     "stall_s": ("t5accel_stall_seconds", "Running answers waited for newcomers to be encoded"),
 }
-TEXT_FORMAT = "text/plain; version=0.0.4"  # of `Metrics.text`
 GAUGES = {  # by the scheduler's attribute
     "waiting": ("t5accel_queue", "Requests that wait"),
     "running": ("t5accel_running", "Requests at work"),
@@ -108,6 +107,7 @@ class Metrics:
         self._responses = Counter("t5accel_responses", "By route and status", ["route", "status"], registry=registry)
 
     def watch(self, scheduler: Scheduler) -> None:
+        """Add gauges that read the scheduler's load."""
         for attribute, words in GAUGES.items():
             gauge = Gauge(*words, registry=self._registry)
             gauge.set_function(lambda attribute=attribute: getattr(scheduler, attribute))
@@ -122,6 +122,7 @@ class Metrics:
             self._failed.labels(name).inc(value)
 
     def responded(self, route: str, status: int) -> None:
+        """Count a response."""
         self._responses.labels(route, str(status)).inc()
 
     def text(self) -> bytes:

@@ -12,12 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-from fastapi.responses import JSONResponse, PlainTextResponse
-
 from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serve.batch.job import Model
-from t5accel.serve.middleware import HTTPError, RequestLimits, error_response, replayed
-from t5accel.serve.monitoring import TEXT_FORMAT, Metrics, configure, log
+from t5accel.serve.middleware import HTTPError, RequestLimits, error_response
+from t5accel.serve.monitoring import Metrics, configure, log
 from t5accel.serve.ray_batch import connected, workers_for
 from t5accel.serve.server import bound, checked, create_app, run_server
 from t5accel.serve.service import disconnected
@@ -50,15 +48,17 @@ class Replica:
         """Yield the application's ASGI messages; closing the iterator disconnects."""
         self._service.loop = asyncio.get_running_loop()
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        gone = asyncio.Event()
+        given, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
 
-        async def disconnect() -> Message:
+        async def receive() -> Message:
+            if given:
+                return given.pop()
             await gone.wait()
             return {"type": "http.disconnect"}
 
         scope = {"type": "http", "asgi": {"version": "3.0"}, "scheme": "http", "query_string": b"", "root_path": ""}
         scope |= {"client": None, "server": None, **request}
-        work = asyncio.ensure_future(self._app(scope, replayed(body, disconnect), messages.put))
+        work = asyncio.ensure_future(self._app(scope, receive, messages.put))
         work.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             while (message := await messages.get()) is not None:
@@ -96,6 +96,7 @@ class Router:
         self.metrics = Metrics()
 
     def drain(self, grace_s: float) -> None:
+        """Accept no more requests."""
         self._is_open = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -106,9 +107,9 @@ class Router:
             return
         body = (await receive()).get("body", b"")  # whole: the middleware has read it
         if scope["path"] == "/health/live":
-            await JSONResponse({"alive": True})(scope, receive, send)
+            await _say(send, 200, b'{"alive":true}')
         elif scope["path"] == "/metrics":
-            await PlainTextResponse(self.metrics.text(), media_type=TEXT_FORMAT)(scope, receive, send)
+            await _say(send, 200, self.metrics.text(), b"text/plain; version=0.0.4")
         elif not self._is_open:
             error = ShuttingDownError("The server is shutting down and takes no more requests.")
             await error_response(error)(scope, receive, send)
@@ -130,7 +131,7 @@ class Router:
             with suppress(asyncio.CancelledError):
                 await work
             if limit:
-                await JSONResponse({"ready": False}, 503)(scope, receive, send)
+                await _say(send, 503, b'{"ready":false}')
         else:
             await work
 
@@ -171,6 +172,11 @@ class Router:
 def _lost() -> HTTPError:
     message = "The replica that was at this request was lost: send it again."
     return HTTPError(503, message, code="replica_lost", Retry_After="1")
+
+
+async def _say(send: Any, status: int, body: bytes, kind: bytes = b"application/json") -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _asking(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator[Message]]:

@@ -15,7 +15,6 @@ from t5accel.decoding.sampling import SamplingParams
 from t5accel.errors import CancelledError, DeadlineError, InputError
 
 MOST_PRIORITY = 1_000_000
-HEAD_START_S = 10.0  # of the highest priority: bounded, so that no request starves
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,13 @@ class GenerationRequest:
 
     @property
     def rows(self) -> int:
+        """Rows in the batch."""
         return self.num_return_sequences if self.sampling is not None else self.num_beams
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Source tokens, and the most new ones."""
-        return len(self.input_ids), self.max_new_tokens
 
     @property
     def most_tokens(self) -> int:
         """Upper bound of the work: source and new tokens, times rows."""
-        return self.rows * sum(self.lengths)
+        return self.rows * (len(self.input_ids) + self.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -125,13 +120,8 @@ class RequestHandle:
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
-    def place(self) -> tuple[float, int]:
-        """The key that sorts the queue: the older, after head starts."""
-        priority = self.request.priority
-        return self.submitted_s - HEAD_START_S * priority / (1 + abs(priority)), self.number
-
-    @property
     def is_done(self) -> bool:
+        """Whether there are results or an error."""
         return self._done.is_set()
 
     def cancel(self) -> None:
@@ -150,6 +140,7 @@ class RequestHandle:
         return self.answers
 
     def finish(self, now: float, answers: list[GenerationResult] | None = None, error: Exception | None = None) -> None:
+        """Set the results or the error; called by the scheduler."""
         self.answers, self.error, self.done_s = answers or [], error, now
         self._done.set()
 

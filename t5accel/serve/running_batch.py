@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +39,14 @@ class GreedySequence:
         self._longest = request.max_new_tokens
         self.shortest = self._rules.min_new(request.min_new_tokens, longest=self._longest)  # no end token before
         self._criterion = request.stopping_criterion
-        self._forces = (self._rules.forced_bos_token_id, self._rules.forced_eos_token_id) != (None, None)
+        forced = (self._rules.forced_bos_token_id, self._rules.forced_eos_token_id)
+        self._asks_each = self._criterion is not None or forced != (None, None)
         self.tokens: list[int] = []
         self.is_done = self._has_ended = False
 
     @property
     def suppressed(self) -> SuppressedTokens:
+        """Suppressed next tokens."""
         return self._rules.suppressed(self._ends if len(self.tokens) < self.shortest else ())
 
     @property
@@ -54,11 +56,26 @@ class GreedySequence:
 
     @property
     def forced(self) -> int | None:
+        """The next token, if it is forced."""
         return self._rules.forced_token(len(self.tokens), longest=self._longest)
+
+    def append_all(self, tokens: list[int]) -> None:
+        """Append tokens up to the first that ends the sequence."""
+        if self._asks_each:
+            for token in tokens:
+                self.append(token)
+                if self.is_done:
+                    break
+            return
+        room = self.missing
+        end = next((count for count, token in enumerate(tokens[:room], 1) if token in self._ends), 0)
+        self.tokens += tokens[: end or room]
+        self._has_ended = end > 0
+        self.is_done = self._has_ended or len(self.tokens) == self._longest
 
     def append(self, token: int) -> None:
         """Append a token, or the forced one in its place."""
-        forced = self.forced if self._forces else None
+        forced = self.forced
         self.tokens.append(token if forced is None else forced)
         self._has_ended = self.tokens[-1] in self._ends or bool(self._criterion and self._criterion(self.tokens))
         self.is_done = self._has_ended or len(self.tokens) == self._longest
@@ -139,9 +156,11 @@ def sequences_for(backend: Backend, request: GenerationRequest, continuations: B
     """
     if request.sampling is not None:
         return [SampledSequence(backend, request, number) for number in range(request.num_return_sequences)]
-    if request.num_beams > 1:
-        return [BeamSequence(backend, request, continuations)]
-    return [GreedySequence(backend, request)]
+    return (
+        [GreedySequence(backend, request)]
+        if request.num_beams == 1
+        else [BeamSequence(backend, request, continuations)]
+    )
 
 
 @dataclass(eq=False)
@@ -152,11 +171,6 @@ class RunningSequence:
     owner: Any
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     error: BaseException | None = None
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether arg-max tokens are all that it needs."""
-        return type(self.writer) is GreedySequence  # and no SampledSequence
 
     def advanced(self, logits: np.ndarray) -> tuple[Any, np.ndarray]:
         """Return from (K, V) logits the next tokens, and which rows they continue."""
@@ -169,13 +183,13 @@ class RunningSequence:
 class RunningBatch:
     """Running sequences over one decoder state; without ``backend.add_sources`` all must start together."""
 
-    steps = 1  # of the last `step`
-
     def __init__(self, backend: Backend):
-        self.encoder = self._backend = backend
+        self.backend = backend
         self.joins_running = hasattr(backend, "add_sources")
+        self.encoder = backend
         self.parts: list[RunningSequence] = []
-        self.tokens = 0  # of all rows in the last `step`
+        self.steps, self.tokens = 1, 0  # of the last `step`; tokens of all rows
+        self.logit_steps = self.token_steps = 0  # steps that returned logits, and tokens only
         self._state: Any = None
         self._next = np.empty(0, dtype=np.int64)  # (R,) what each row reads
         self._next_tokens = getattr(backend, "next_tokens", None)
@@ -184,18 +198,20 @@ class RunningBatch:
 
     @property
     def rows(self) -> int:
-        return sum(part.rows.size for part in self.parts)
+        """Number of rows."""
+        return self._next.size
 
     def add(self, source: Source, parts: Sequence[RunningSequence]) -> None:
         """Start sequences; the source has their rows in order."""
         if self._state is None:
-            self._state = self._backend.new_state(source)
+            self._state = self.backend.new_state(source)
         else:
-            self._backend.add_sources(self._state, source)
-        starts = [part.writer.start for part in parts for _ in range(part.writer.rows)]
-        place_rows(parts, np.arange(self._next.size, self._next.size + len(starts)))
-        self._next = np.append(self._next, starts)
-        self.parts += parts
+            self.backend.add_sources(self._state, source)
+        for part in parts:
+            part.rows = np.arange(self.rows, self.rows + part.writer.rows)
+            new = np.full(part.writer.rows, part.writer.start)
+            self._next = np.concatenate([self._next, new])
+            self.parts.append(part)
 
     def remove(self, parts: Sequence[RunningSequence]) -> None:
         """Remove sequences, done or not."""
@@ -210,7 +226,7 @@ class RunningBatch:
             return
         kept = np.arange(count)  # the last rows fill the gaps, so that no other row moves
         kept[~stays[:count]] = count + np.flatnonzero(stays[count:])
-        self._backend.select_sources(self._state, kept)
+        self.backend.select_sources(self._state, kept)
         place = np.empty(self.rows, dtype=np.int64)
         place[kept] = np.arange(count)
         self.parts = [part for part in self.parts if part not in parts]
@@ -219,6 +235,7 @@ class RunningBatch:
             part.rows = place[part.rows]
 
     def clear(self) -> None:
+        """Remove all sequences and the state."""
         self.parts, self._state, self._next = [], None, self._next[:0]
 
     def step(self) -> list[RunningSequence]:
@@ -227,65 +244,37 @@ class RunningBatch:
         An error of the backend is raised and leaves the batch unchanged.
         """
         self.tokens = self.rows
-        greedy = [part for part in self.parts if part.is_greedy]
-        others = [part for part in self.parts if not part.is_greedy]
+        greedy = [part for part in self.parts if type(part.writer) is GreedySequence]
         suppressed = {part.writer.suppressed for part in greedy}
-        if self._next_tokens and not others and len(suppressed) == 1:
+        if self._next_tokens and len(greedy) == len(self.parts) and len(suppressed) == 1:
             best = self._next_tokens(self._state, self._next[:, None, None], suppressed=suppressed.pop())[:, 0]
+            self.token_steps += 1
         else:
-            logits = self._backend.step(self._state, self._next[:, None, None])[:, 0, -1]
+            logits = self.backend.step(self._state, self._next[:, None, None])[:, 0, -1]
+            self.logit_steps += 1
             for part in greedy:
                 if (tokens := part.writer.suppressed) is not None:
                     logits[part.rows, tokens] = -np.inf
             best = argmax_tokens(logits) if greedy else self._next
-        self._next = following = np.array(self._next)
-
-        def append(part: RunningSequence) -> None:
-            part.writer.append(int(best[part.rows[0]]))
-            following[part.rows] = part.writer.tokens[-1]
-
-        each_alone(greedy, append)
-        if others:
-            self._advance(others, logits[np.concatenate([part.rows for part in others])], following)
-        return self._ended()
-
-    def _ended(self) -> list[RunningSequence]:
-        return [part for part in self.parts if part.writer.is_done or part.error is not None]
-
-    def _advance(self, parts: Sequence[RunningSequence], logits: np.ndarray, following: np.ndarray) -> None:
-        """Give samples and beams their rows of ``logits``, in order; ``following`` gets what they read next."""
-        order, ends = np.arange(following.size), np.cumsum([part.rows.size for part in parts])
-        own = dict(zip(parts, np.split(logits, ends[:-1]), strict=True))
-
-        def advance(part: RunningSequence) -> None:
-            following[part.rows], order[part.rows] = part.advanced(own[part])
-
-        each_alone(parts, advance)
-        moved = np.flatnonzero(order != np.arange(order.size))
+        following, order = np.array(self._next), np.arange(self.rows)
+        for part in self.parts:
+            try:
+                if type(part.writer) is GreedySequence:
+                    part.writer.append(int(best[part.rows[0]]))
+                    following[part.rows] = part.writer.tokens[-1]
+                else:
+                    following[part.rows], order[part.rows] = part.advanced(logits[part.rows])
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # of a stopping criterion; a panic of a Rust library is no Exception
+                part.error = error
+        moved = order != np.arange(order.size)
         try:
-            if moved.size:
-                self._reorder(moved, order)
+            if moved.any():
+                self._branch(self._state, order)
         except Exception as error:  # all histories are as they were: right for those that did not move
-            for part in parts:
-                if np.isin(part.rows, moved).any():
+            for part in self.parts:
+                if moved[part.rows].any():
                     part.error = error
-
-    def _reorder(self, moved: np.ndarray, order: np.ndarray) -> None:
-        self._branch(self._state, order)
-
-
-def place_rows(parts: Sequence[RunningSequence], rows: np.ndarray) -> None:
-    """Give sequences their rows, in order."""
-    for part in parts:
-        part.rows, rows = np.split(rows, [part.writer.rows])
-
-
-def each_alone(parts: Sequence[RunningSequence], write: Callable[[RunningSequence], None]) -> None:
-    """Write to each sequence; an error ends that one alone."""
-    for part in parts:
-        try:
-            write(part)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # of a stopping criterion; a panic of a Rust library is no Exception
-            part.error = error
+        self._next = following
+        return [part for part in self.parts if part.writer.is_done or part.error is not None]

@@ -38,6 +38,7 @@ from t5accel.serve.running_batch import GreedySequence, RunningSequence, Writer,
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished requests by which the rate is measured
 LONGEST_RETRY_S = 120
+HEAD_START_S = 10.0  # of the highest priority: bounded, so that no request starves
 ENDS = (KeyboardInterrupt, SystemExit)  # any other exception concerns one request, even one that is no `Exception`
 
 
@@ -94,7 +95,7 @@ class Scheduler:
         self._continuations = BeamTopK(backend.vocab_size)
         self._observe, self._notify, self._clock = observe, notify or _notify_listeners, clock
         self._changed = threading.Condition()  # guards the queue and the end
-        self._queue: list[RequestHandle] = []  # sorted
+        self._queue: list[tuple[tuple[float, int], RequestHandle]] = []  # sorted: the older, after head starts
         self._submitted = 0
         self.is_open = True  # new requests are accepted
         self._ends_at = math.inf
@@ -106,6 +107,7 @@ class Scheduler:
         self.encoded = 0  # sources
         self.reused = 0  # sources found in the encoder cache
         self.failures = 0  # rounds in which the backend raised
+        self.longest_stall_s = 0.0  # the longest wait of running rows for new sources to be encoded
         self._began_s: float | None = None  # when the current step began
         self._thread = threading.Thread(target=self._run, name="t5accel-engine", daemon=True) if thread else None
         if self._thread:
@@ -119,14 +121,17 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
+        """Requests in the queue."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
+        """Requests in the batch."""
         return len(self._running)
 
     @property
     def rows(self) -> int:
+        """Rows of the batch."""
         return self._batch.rows
 
     @property
@@ -137,6 +142,7 @@ class Scheduler:
 
     @property
     def is_alive(self) -> bool:
+        """Whether the engine's thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def busy_s(self) -> float:
@@ -145,6 +151,7 @@ class Scheduler:
         return 0.0 if began is None else self._clock() - began
 
     def submit(self, request: GenerationRequest) -> RequestHandle:
+        """Queue one request; see `submit_all`."""
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[GenerationRequest]) -> list[RequestHandle]:
@@ -161,8 +168,10 @@ class Scheduler:
                 now = self._clock()
                 self._submitted += 1
                 deadline = None if request.deadline_s is None else now + request.deadline_s
-                handles.append(RequestHandle(request, self._submitted, now, deadline, of_request))
-                bisect.insort(self._queue, handles[-1], key=lambda handle: handle.place)
+                handle = RequestHandle(request, self._submitted, now, deadline, of_request)
+                head_start_s = HEAD_START_S * request.priority / (1 + abs(request.priority))
+                bisect.insort(self._queue, ((now - head_start_s, handle.number), handle), key=lambda entry: entry[0])
+                handles.append(handle)
             self._changed.notify_all()
         return handles
 
@@ -180,8 +189,9 @@ class Scheduler:
     def _require_place(self, requests: int, tokens: int) -> None:
         if not self.is_open:
             raise ShuttingDownError("The server is shutting down and takes no more requests.")
-        waiting = [handle.request for handle in list(self._queue)]
-        self.limits.require_place(waiting, requests, tokens, self.retry_after_s)
+        self.limits.require_place(
+            [handle.request for _, handle in list(self._queue)], requests, tokens, self.retry_after_s
+        )
 
     def retry_after_s(self) -> int:
         """Estimated seconds until the queue has a place."""
@@ -214,10 +224,7 @@ class Scheduler:
         except ENDS:
             raise
         except BaseException as error:  # the batch may be in any state
-            self.failures += 1
-            self._batch.clear()
-            for handle in [*self._running]:
-                self._fail(handle, _engine_error(error))
+            self._fail_all(error)
         updates, self._updates = list(self._updates.values()), {}
         self._began_s = None  # before the notification, whose receiver may ask at once
         if updates:
@@ -236,7 +243,7 @@ class Scheduler:
         except BaseException as error:  # of `notify`, or the interpreter ends: nobody may wait for ever
             with self._changed:
                 self.is_open, waiting, self._queue = False, self._queue, []
-            for handle in [*self._running, *waiting]:
+            for handle in [*self._running, *(handle for _, handle in waiting)]:
                 handle.finish(self._clock(), error=EngineError(f"The engine's thread has ended: {error!r:.200}"))
             self._running = {}
             raise
@@ -249,8 +256,11 @@ class Scheduler:
             return handle.cancellation_error(now) or (late if now >= self._ends_at else None)
 
         with self._changed:
-            errors = {handle: error for handle in [*self._queue, *self._running] if (error := error_of(handle))}
-            self._queue = [handle for handle in self._queue if handle not in errors]
+            waiting = [handle for _, handle in self._queue]
+            errors = {handle: error for handle in waiting if (error := error_of(handle))}
+            if errors:
+                self._queue = [entry for entry in self._queue if entry[1] not in errors]
+        errors |= {handle: error for handle in self._running if (error := error_of(handle))}
         for handle, error in errors.items():
             self._fail(handle, error)
 
@@ -260,6 +270,13 @@ class Scheduler:
         self._updates[handle.number] = handle
         self._observe(type(error).__name__, 1)
         self._batch.remove([part for part in parts if part in self._batch.parts])
+
+    def _fail_all(self, error: BaseException) -> None:
+        self.failures += 1
+        running, self._running = self._running, {}
+        self._batch.clear()
+        for handle in running:
+            self._fail(handle, _engine_error(error))
 
     def _admit(self) -> None:
         were_running, started = bool(self._running), self._clock()
@@ -272,14 +289,17 @@ class Scheduler:
             if (error := self._join(handles)) is None:
                 continue
             self.failures += 1
-            for handle in handles:
-                own = error if len(handles) == 1 else self._join([handle])  # perhaps one of several is to blame
-                if own is not None:
-                    self._fail(handle, _engine_error(own))
+            if len(handles) == 1:
+                self._fail(handles[0], _engine_error(error))
+                continue
+            for handle in handles:  # perhaps one of them is to blame
+                if (error := self._join([handle])) is not None:
+                    self._fail(handle, _engine_error(error))
         stall = self._clock() - started
         pause = min(stall / self.limits.prefill_share - stall, self.limits.max_prefill_stall_s)
         self._joins_from_s = started + stall + pause
         if were_running:
+            self.longest_stall_s = max(self.longest_stall_s, stall)
             self._observe("stall_s", stall)
 
     def _choose(self) -> list[RequestHandle]:
@@ -288,10 +308,13 @@ class Scheduler:
             return []
         chosen: list[RequestHandle] = []
         lengths: dict[int, list[int]] = {}  # of the sources to encode, by the group that is padded together
+        size = 0, 0, 0  # rows, the longest source and the longest answer
+        for handle in self._running:
+            size = _size_with(size, handle.request)
         with self._changed:
             while self._queue:
-                handle = self._queue[0]
-                if not self._fits([*self._running, *chosen, handle]):
+                handle = self._queue[0][1]
+                if not self._fits(size := _size_with(size, handle.request)):
                     break
                 handle.reused = self._is_cached(handle)
                 if self._running and not handle.reused:
@@ -306,11 +329,9 @@ class Scheduler:
                 del self._queue[0]
         return chosen
 
-    def _fits(self, handles: Sequence[RequestHandle]) -> bool:
-        requests, most = [handle.request for handle in handles], self.limits.key_value_bytes
-        rows = sum(request.rows for request in requests)
-        source, new = (max(sizes) for sizes in zip(*(request.lengths for request in requests), strict=True))
-        return rows <= self.limits.rows and (most is None or self._key_value_bytes(rows, source, new) <= most)
+    def _fits(self, size: tuple[int, int, int]) -> bool:
+        most = self.limits.key_value_bytes
+        return size[0] <= self.limits.rows and (most is None or self._key_value_bytes(*size) <= most)
 
     def _is_cached(self, handle: RequestHandle) -> bool:
         ids = handle.request.input_ids[None]
@@ -319,9 +340,11 @@ class Scheduler:
     def _encoded_together(self, handles: list[RequestHandle]) -> list[list[RequestHandle]]:
         if not self._batch.joins_running:
             return [handles]
-        groups: dict[Any, list[RequestHandle]] = {}
+        if self._encodes_alone:
+            return [[handle] for handle in handles]
+        groups: dict[int, list[RequestHandle]] = {}
         for handle in handles:
-            groups.setdefault(handle if self._encodes_alone else _padding_group(handle), []).append(handle)
+            groups.setdefault(_padding_group(handle), []).append(handle)
         return list(groups.values())
 
     def _join(self, handles: list[RequestHandle]) -> BaseException | None:
@@ -394,6 +417,11 @@ class Scheduler:
                 self._updates[handle.number] = handle
                 self._observe("total_s", now - handle.submitted_s)
                 self._observe("finished", 1)
+
+
+def _size_with(size: tuple[int, int, int], request: GenerationRequest) -> tuple[int, int, int]:
+    rows, source, new = size
+    return rows + request.rows, max(source, len(request.input_ids)), max(new, request.max_new_tokens)
 
 
 def _padding_group(handle: RequestHandle) -> int:

@@ -386,27 +386,35 @@ def page(interface: dict[str, Any]) -> str:
     """An OpenAPI description as HTML without scripts and foreign hosts."""
     title, about = escape(interface["info"]["title"]), escape(interface["info"]["description"])
     parts = [f"<h1>{title}</h1><p>{about}</p>"]
-    operations = [(path, *one) for path, methods in interface["paths"].items() for one in methods.items()]
-    for path, method, operation in operations:
-        parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>")
-        for what, holder in (("", operation.get("requestBody", {})), ("The response:", operation["responses"]["200"])):
-            schema = holder.get("content", {}).get("application/json", {}).get("schema", {})
-            schema = interface["components"]["schemas"].get(schema.get("$ref", "").rpartition("/")[2], schema)
-            fields, needed = schema.get("properties", {}), schema.get("required", [])
-            names = sorted(fields, key=lambda name, needed=needed: name not in needed)
-            rows = [_table_row(name, fields[name], is_required=not what and name in needed) for name in names]
-            if rows:
-                head = "<tr><th>field</th><th>type</th><th>default</th><th></th></tr>"
-                parts.append(f"<p>{what}</p><table>{head}{''.join(rows)}</table>")
+    schemas = interface["components"]["schemas"]
+    for path, operations in interface["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>")
+            for what, holder in (
+                ("", operation.get("requestBody", {})),
+                ("The response:", operation["responses"].get("200", {})),
+            ):
+                content = holder.get("content", {}).get("application/json")
+                if content is None:
+                    continue
+                name = content["schema"].get("$ref", "").rpartition("/")[2]
+                schema = schemas.get(name, content["schema"])
+                needed, fields = schema.get("required", []), schema.get("properties", {})
+                parts.append(f"<p>{what}</p><table><tr><th>field</th><th>type</th><th>default</th><th></th></tr>")
+                for name in sorted(fields, key=lambda one, needed=needed: one not in needed):
+                    parts.append(_table_row(name, fields[name], is_required=not what and name in needed))
+                parts.append("</table>")
     style = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{text-align:left;padding:.2em 1em .2em 0}"
     head = f"<meta charset=utf-8><title>{title}</title><style>{style}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>"
 
 
 def _table_row(name: str, field: dict[str, Any], *, is_required: bool) -> str:
-    kinds = [kind for one in field.get("anyOf", [field]) if (kind := _kind(one)) != "null"]
-    default = "required" if is_required else "" if field.get("default") is None else str(field["default"])
-    cells = (name, " or ".join(kinds), default, field.get("description", ""))
+    kinds = [_kind(one) for one in field.get("anyOf", [field])]
+    default = "required" if is_required else ""
+    if field.get("default") is not None:
+        default = str(field["default"])
+    cells = (name, " or ".join(kind for kind in kinds if kind != "null"), default, field.get("description", ""))
     return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 

@@ -45,6 +45,7 @@ class Service:
         self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
 
     def close(self) -> None:
+        """End its threads."""
         self.scheduler.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
@@ -128,18 +129,20 @@ class Service:
         news = _news_of(handles)
         disconnect.add_done_callback(lambda _: news.set())
         try:
-            while True:
-                done = [handle.result(0) for handle in handles if handle.is_done]  # raises the error of one that failed
-                if len(done) == len(handles):
-                    return
-                if disconnect.done():
-                    raise ConnectionResetError
+            while not all(handle.is_done for handle in handles):
                 await news.wait()
                 news.clear()
+                if disconnect.done() and not all(handle.is_done for handle in handles):
+                    raise ConnectionResetError
+                for handle in handles:
+                    if handle.error is not None:
+                        raise handle.error
         finally:
             disconnect.cancel()
             for handle in handles:  # after a failure or a disconnect the others' rows are free, too
                 handle.cancel()
+        for handle in handles:
+            handle.result(0)
 
     async def pieces(self, handles: Sequence[RequestHandle], asked: Generate) -> AsyncIterator[tuple[int, str, bool]]:
         """Yield index, new text and whether it is the last, per handle.
@@ -208,13 +211,16 @@ class StopStrings:
         return any(text in found for text in self._texts)
 
     def cut(self, found: str) -> str:
+        """The text before the first stop string."""
         return found[: min((at for text in self._texts if (at := found.find(text)) >= 0), default=len(found))]
 
     def held(self, found: str) -> int:
         """How many last characters of a text may begin a stop string."""
         most = min(len(found), max(map(len, self._texts)) - 1)
-        ends = (found[-size:] for size in range(most, 0, -1))
-        return next((len(end) for end in ends if any(text.startswith(end) for text in self._texts)), 0)
+        return next((size for size in range(most, 0, -1) if self._begins(found[-size:])), 0)
+
+    def _begins(self, end: str) -> bool:
+        return any(text.startswith(end) for text in self._texts)
 
 
 class TextStream:

@@ -106,6 +106,7 @@ class Settings(BaseSettings):
 
     @property
     def limits(self) -> SchedulerLimits:
+        """Limits of the scheduler."""
         return SchedulerLimits(
             rows=self.max_batch_rows,
             key_value_bytes=None if self.key_value_mb is None else self.key_value_mb * 10**6,

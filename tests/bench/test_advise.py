@@ -52,7 +52,8 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             write_json(tmp_path / "package" / "results" / f"{name}.json", {**about, "rows": [*map(checked, content)]})
         return recommend(Need("random:t5-small" if need.pop("random", False) else "mini", **need))
 
-    monkeypatch.setattr(module, "weights_per_step", lambda name: {"mini": 5_000_000}.get(name, 40_000_000))
+    for name in ("weights_per_step", "weights_or_none"):
+        monkeypatch.setattr(module, name, lambda name: {"mini": 5_000_000}.get(name, 40_000_000))
     return advice
 
 

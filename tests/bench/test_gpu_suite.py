@@ -449,15 +449,15 @@ def test_only_some_cells(toy: str, tmp_path: Path) -> None:
 def test_other_commits_and_packages_go_on_and_another_card_does_not(toy: str, tmp_path: Path, monkeypatch) -> None:
     path, cells = tmp_path / "rows.json", [replace(cell(toy), name=name) for name in ("one", "two")]
     facts = records.environment()
-    monkeypatch.setattr(suite, "environment", lambda: facts | {"commit": "one"})
+    monkeypatch.setattr(suite, "here", lambda: facts | {"commit": "one"})
     run(path, cells[:1])
     later = facts | {"commit": "two", "versions": facts["versions"] | {"onnxruntime-gpu": "1.31.1"}}
     later["machine"] = facts["machine"] | {"memory_bytes": 1, "os": "another kernel"}
-    monkeypatch.setattr(suite, "environment", lambda: later)
+    monkeypatch.setattr(suite, "here", lambda: later)
     rows, _ = run(path, cells)
     assert [row["commit"] for row in rows] == ["one"] * 3 + ["two"] * 3
     other = facts | {"machine": facts["machine"] | {"gpu": {"name": "NVIDIA H200"}}}
-    monkeypatch.setattr(suite, "environment", lambda: other)
+    monkeypatch.setattr(suite, "here", lambda: other)
     rows, _ = run(path, cells[:1])
     assert len(rows) == 3 and len([*tmp_path.glob("rows*.json")]) == 2
 
@@ -469,8 +469,8 @@ def test_no_minutes(tmp_path: Path) -> None:
 def test_a_cell_that_does_not_come_back_is_ended(tmp_path: Path) -> None:
     program = (
         "import time\nfrom bench.gpu import suite\n"
-        "suite.run_suite, suite.GRACE_S = lambda *_, **__: time.sleep(60), 0.2\n"
-        f"suite.run_in_time({str(tmp_path / 'x.json')!r}, 0.001)"
+        "suite.run_suite = lambda *_, **__: time.sleep(60)\n"
+        f"suite.run_in_time({str(tmp_path / 'x.json')!r}, 0.001, grace_s=0.2)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 3 and "the rows before it are kept" in done.stdout

@@ -10,12 +10,13 @@ import torch
 from refused import refused
 
 import t5accel
-from t5accel.api import accelerate
+from t5accel.api import _choose_runtime, accelerate
 from t5accel.decoding.greedy_search import greedy
-from t5accel.errors import ExportError, MissingPackageError, NotT5Error, UnknownModelError, install
+from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Error, UnknownModelError, install
 from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import list_exports
 from t5accel.parity import assert_varied
+from t5accel.precision.recipes import as_recipe
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 
@@ -37,7 +38,6 @@ def test_the_bundled_model_by_name(mini) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
 def test_a_model_object_a_folder_and_an_export(tiny_t5, kind: str, padded_batch, tmp_path: Path) -> None:
     model, (ids, mask) = tiny_t5(kind), padded_batch
     model.save_pretrained(tmp_path / "model")
@@ -88,14 +88,26 @@ def test_device_and_precision_as_torch_names_them(tiny_t5) -> None:
         assert accelerate(tiny_t5(), precision=precision, progress=False).dtype == precision
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 0), torch.device("cuda")])
 @pytest.mark.parametrize("runtime", [None, "onnx", "torch", "tensorrt"])
-def test_without_a_gpu_one_sentence_says_so_and_nothing_is_exported(tiny_t5, monkeypatch, runtime) -> None:
+def test_without_a_gpu_one_sentence_says_so_and_nothing_is_exported(tiny_t5, monkeypatch, runtime, device) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = len(list_exports())
-    for device in ("cuda", "cuda:0", torch.device("cuda", 0)):
-        with pytest.raises(MissingPackageError, match="^device='cuda'"):
-            accelerate(tiny_t5(seed=9), device=device, runtime=runtime)
+    with pytest.raises(MissingPackageError, match="^device='cuda'"):
+        accelerate(tiny_t5(seed=9), device=device, runtime=runtime)
     assert len(list_exports()) == before
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "is_export", "expected"),
+    [
+        ("cpu", "fp32", False, "onnx"), ("cpu", "bf16", False, "torch"), ("cpu", "int8", True, "onnx"),
+        ("cuda", "fp32", False, "torch"), ("cuda", "fp16", False, "torch"), ("cuda", "bf16", False, "torch"),
+        ("cuda", "int4", False, "onnx"), ("cuda", "fp16", True, "onnx"),
+    ],
+)  # fmt: skip
+def test_the_runtime_that_suits(device: str, precision: str, is_export: bool, expected: str) -> None:
+    assert _choose_runtime(None, device, as_recipe(precision), is_export=is_export) == expected
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
@@ -123,6 +135,20 @@ def test_on_a_gpu(mini, precision: str) -> None:
         model.generate(**batch, max_new_tokens=20), skip_special_tokens=True
     )
     assert accelerated.backend.captured > 0
+
+
+def test_longer_sources_than_stated_are_refused(tiny_t5) -> None:
+    accelerated = accelerate(tiny_t5(), max_source_tokens=4, progress=False)
+    with pytest.raises(InputError, match="max_source_tokens"):
+        accelerated.generate(input_ids=torch.full((1, 5), 7), max_new_tokens=2)
+
+
+def test_it_shows_that_it_exports(tiny_t5, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
+    accelerate(tiny_t5(seed=5))
+    assert "exporting T5ForConditionalGeneration" in capfd.readouterr().err
+    accelerate(tiny_t5(seed=5))
+    assert "exporting" not in capfd.readouterr().err
 
 
 def test_without_torch_a_sentence_says_what_to_install() -> None:

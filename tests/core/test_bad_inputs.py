@@ -12,14 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from bench.baselines.ort_iobinding import OrtBound
 from t5accel.api import accelerate
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import T5AccelError
 from t5accel.graphs.export import export_model
 
+EXAMPLES = 60  # at each entry
 often = settings(
-    max_examples=20, deadline=None,
+    max_examples=EXAMPLES, deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 
@@ -66,7 +68,8 @@ def only_ours(call: Any, *arguments: Any, **options: Any) -> None:
 @given(given_folder=st.one_of(texts, numbers, st.just("/"), st.just("/dev/null"), st.just("")), options=st.dictionaries(
     st.sampled_from(["settings", "max_source_tokens", "verify"]), junk, max_size=2))  # fmt: skip
 def test_opening_an_export(given_folder: Any, options: dict[str, Any]) -> None:
-    only_ours(OrtNumpy, given_folder, **options)
+    for kind in (OrtNumpy, OrtBound):
+        only_ours(kind, given_folder, **options)
 
 
 @often
@@ -77,7 +80,7 @@ def test_exporting_what_is_no_model(tmp_path: Path, offline, model: Any, options
     assert not (tmp_path / "export").exists()
 
 
-@settings(often, max_examples=10)
+@settings(often, max_examples=15)
 @given(target=st.one_of(numbers, texts, lists))
 def test_exporting_to_what_is_no_folder(tiny_t5, tmp_path: Path, monkeypatch, target: Any) -> None:
     monkeypatch.chdir(tmp_path)

@@ -28,7 +28,8 @@ from t5accel.distillation.batches import (
     steps_from,
 )
 from t5accel.distillation.pruning import PruneConfig, prune
-from t5accel.distillation.student import METRICS, DistillConfig, distill, make_validator
+from t5accel.distillation.student import DistillConfig, distill
+from t5accel.distillation.validation import METRICS, make_validator
 from t5accel.errors import InputError
 from t5accel.models.prefixes import TRANSLATE
 from training.curriculum import mini_examples
@@ -77,6 +78,12 @@ def test_weights_sum_to_one_and_follow_the_labels_or_the_phase(targets):
         [1 / sum(labels)] * len(labels)
     )
     assert [weight / by_batch[0] for weight in by_batch[1:]] == pytest.approx([0.2 / 0.5] * (len(targets) - 1))
+
+
+def test_a_block_is_a_function_of_seed_and_number():
+    first = list(draw_block(SMALL, characters, 0, 0))
+    assert first == list(draw_block(SMALL, characters, 0, 0))
+    assert first != list(draw_block(SMALL, characters, 0, 1)) and first != list(draw_block(SMALL, characters, 1, 0))
 
 
 @pytest.mark.parametrize("number", [0, 1])

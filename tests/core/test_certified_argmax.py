@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from test_encoder_cache import in_threads
 from test_greedy_search import check_equals_generate
 
 from bench.baselines.optimized_export import optimized_graph
+from bench.baselines.ort_iobinding import OrtBound
+from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
@@ -43,6 +46,7 @@ from t5accel.graphs.contract import (
     DECODER,
     MANIFEST,
     SHORTLIST,
+    WEIGHTS,
     shortlist_spec,
 )
 from t5accel.graphs.export import export_model
@@ -56,6 +60,7 @@ from t5accel.models.sizes import T5Dims
 
 ONE_THREAD = SessionSettings(threads=1)
 WITHOUT = SessionSettings(threads=1, shortlist=False)
+RUNTIMES = [OrtNumpy, OrtBound]
 
 
 # Both heads without a model
@@ -164,7 +169,7 @@ def tiny(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
 MAKERS = [gaussian, scaled_rows, outliers, twins, one_enormous, tiny]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=300)
 @given(
     seed=st.integers(0, 2**32 - 1), sizes=st.tuples(st.integers(1, 400), st.integers(1, 48), st.integers(1, 4)),
     makers=st.tuples(st.sampled_from(MAKERS), st.sampled_from(MAKERS)), data=st.data(),
@@ -213,6 +218,13 @@ def test_numbers_that_are_not_finite_are_not_certain(value: float) -> None:
     near = heads.near(np.ones((2, 16), dtype=np.float32))
     near.logits[0, 0, 0, 5] = np.abs(value)
     assert certify_argmax(heads.head, near) is None, "nor is it where the near logits are broken"
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2])
+def test_hardly_any_tokens(vocabulary: int) -> None:
+    heads, hidden = Heads(gaussian(np.random.default_rng(2), vocabulary, 8)), np.ones((3, 8), dtype=np.float32)
+    assert check(heads, hidden) is not None
+    assert (check(heads, hidden, suppressed=0) is None) == (vocabulary == 1), "nothing is left to choose"
 
 
 def test_sums_of_two_products_fit_into_16_bits() -> None:
@@ -309,9 +321,26 @@ def test_wrong_approximate_logits_are_noticed() -> None:
 # The quantised head
 
 
-def test_a_head_that_is_not_finite() -> None:
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1), maker=st.sampled_from(MAKERS), count=st.integers(1, 90), at_once=st.integers(1, 99)
+)
+def test_the_bounds_of_a_quantised_head_hold(seed: int, maker: Any, count: int, at_once: int) -> None:
+    rows = np.ascontiguousarray(maker(np.random.default_rng(seed), count, 24), dtype=np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs_shortlist, "ROWS_AT_ONCE", at_once)
+        head = quantize_head(rows)
+    assert head.integers.shape == (24, count) and head.integers.dtype == np.int8 and head.scales.dtype == np.float32
+    assert np.abs(head.integers.astype(int)).max() <= LEVELS and (head.scales > 0).all()
+    copied = head.integers.T * head.scales[:, None].astype(np.float64)
+    assert np.linalg.norm(copied, axis=1).max() <= head.largest_row
+    assert np.linalg.norm(rows - copied, axis=1).max() <= head.largest_error
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_head_that_is_not_finite(value: float) -> None:
     rows = np.ones((300, 8), dtype=np.float32)
-    rows[299, 7] = np.nan
+    rows[299, 7] = value
     refused(quantize_head, "rows", rows, match="infinity or NaN")
     refused(partial(maybe_quantize_head, weights_of(rows)), "wanted", True, match="infinity or NaN")
     assert maybe_quantize_head(weights_of(rows), None) is None and maybe_quantize_head(weights_of(rows), False) is None
@@ -348,6 +377,11 @@ def shortlisted(exported) -> Callable[..., Path]:
 @pytest.fixture(scope="module")
 def opened(opened) -> Callable[..., OrtNumpy]:
     return partial(opened, shortlist=True)
+
+
+@pytest.fixture(scope="module", params=RUNTIMES, ids=lambda runtime: runtime.__name__)
+def runtime(request: pytest.FixtureRequest) -> type[OrtNumpy]:
+    return request.param
 
 
 @pytest.fixture
@@ -404,31 +438,59 @@ def test_a_damaged_manifest_entry_is_refused(shortlisted, tmp_path: Path) -> Non
             read_manifest(tmp_path, verify=False)
 
 
+def test_an_export_with_a_shortlist_is_kept_copied_and_replaced(tiny_t5, tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    first = export_model(tiny_t5(), folder, shortlist=True)
+    written = (folder / SHORTLIST).stat().st_mtime_ns
+    assert export_model(tiny_t5(), folder, shortlist=True) == first
+    assert (folder / SHORTLIST).stat().st_mtime_ns == written
+    AcceleratedT5.from_pretrained(folder, settings=ONE_THREAD).save_pretrained(tmp_path / "copy")
+    assert read_manifest(tmp_path / "copy").shortlist == first.shortlist
+    with pytest.raises(ExportError, match="another export"):
+        export_model(tiny_t5(), folder, external_threshold_bytes=0)
+    assert SHORTLIST not in export_model(tiny_t5(), folder, external_threshold_bytes=0, overwrite=True).files
+    assert SHORTLIST in export_model(tiny_t5(), folder, shortlist=True, overwrite=True).files
+
+
+@pytest.mark.parametrize("name", [SHORTLIST, DECODER, WEIGHTS])
+def test_an_altered_file_is_noticed_when_it_is_opened(shortlisted, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(shortlisted(), tmp_path / "copy")
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / name).write_bytes(data)
+    with pytest.raises(ExportError, match=f"{name} was altered"):
+        OrtNumpy(folder, settings=ONE_THREAD)
+    (folder / name).unlink()
+    with pytest.raises(ExportError, match=f"{name} is missing"):
+        OrtNumpy(folder, settings=ONE_THREAD)
+
+
 # Equal tokens
 
 
-def test_greedy_equals_generate_where_rows_end_early(tiny_t5, shortlisted, ending, padded_batch) -> None:
+def test_greedy_equals_generate_where_rows_end_early(runtime, tiny_t5, shortlisted, ending, padded_batch) -> None:
     sizes = ending()
-    backend = OrtNumpy(shortlisted(**sizes), settings=ONE_THREAD)
+    backend = runtime(shortlisted(**sizes), settings=ONE_THREAD)
     for shortest in (0, 5):
         check_equals_generate(backend, tiny_t5(**sizes), *padded_batch, max_new_tokens=14, min_new_tokens=shortest)
     assert backend.shortlist.fallbacks <= backend.shortlist.steps / 10
 
 
+Operation = tuple[str, int]
 operations = st.tuples(
     st.sampled_from(["step", "next", "next", "rollback", "reorder", "select_sources"]), st.integers(0, 2**16)
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=30)
 @given(
     program=st.lists(operations, max_size=8), rows=st.integers(1, 3), kind=st.sampled_from(["deeper-decoder", "umt5"])
 )
 def test_random_programs_equal_a_backend_without_a_shortlist(
-    opened, padded_batch, program: Any, rows: int, kind: str
+    opened, runtime, padded_batch, program: Any, rows: int, kind: str
 ) -> None:
-    """To the last bit."""
-    backends = opened(OrtNumpy, kind), opened(OrtNumpy, kind, WITHOUT)
+    """Beside a backend without a shortlist, to the last bit."""
+    backends = opened(runtime, kind), opened(runtime, kind, WITHOUT)
     states = [backend.new_state(backend.encode(*padded_batch), rows) for backend in backends]
     last, batch = 0, 6
     for name, seed in [*program, ("next", 1), ("step", 2)]:
@@ -483,8 +545,9 @@ HARD: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("hard", HARD)
-def test_heads_that_are_hard_to_certify(tiny_t5, padded_batch, tmp_path: Path, hard: str) -> None:
-    model = copy.deepcopy(tiny_t5())
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied"])
+def test_heads_that_are_hard_to_certify(tiny_t5, padded_batch, tmp_path: Path, kind: str, hard: str) -> None:
+    model = copy.deepcopy(tiny_t5(kind))
     with torch.no_grad():
         HARD[hard](model.lm_head.weight)
     export_model(model, tmp_path / "hard", shortlist=True)
@@ -535,10 +598,11 @@ def test_the_encoder_cache_keeps_the_shortlist(own, padded_batch) -> None:
 # Failures and threads
 
 
-def test_a_step_that_fails_leaves_the_state_as_it_was(own, padded_batch, monkeypatch) -> None:
-    """In its second run, of exact logits."""
+@pytest.mark.parametrize("runs", [0, 1])
+def test_a_step_that_fails_leaves_the_state_as_it_was(own, padded_batch, monkeypatch, runs: int) -> None:
+    """The first run, of near logits, or the second, of exact ones."""
     monkeypatch.setattr(shortlist, "certify_argmax", lambda *_: None)
-    state, left = own.new_state(own.encode(*padded_batch)), [1]
+    state, left = own.new_state(own.encode(*padded_batch)), [runs]
 
     def fail(run: Callable[..., Any], *arguments: Any) -> Any:
         left[0] -= 1
@@ -554,8 +618,8 @@ def test_a_step_that_fails_leaves_the_state_as_it_was(own, padded_batch, monkeyp
     assert state.rows is rows and state.past is past
 
 
-def test_threads_share_it(opened, padded_batch) -> None:
-    backend = opened(OrtNumpy)
+def test_threads_share_it(opened, runtime, padded_batch) -> None:
+    backend = opened(runtime)
     before, expected = backend.shortlist.steps, greedy(backend, *padded_batch, max_new_tokens=8).sequences
     own_steps = backend.shortlist.steps - before
 

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +77,29 @@ def test_the_version_is_told_and_h_is_help():
         assert call(*words, "-h").stdout == call(*words, "--help").stdout
 
 
+def test_a_shell_completes_commands_options_and_values(monkeypatch):
+    for words, index, found in (
+        ("exp", 1, "export"),
+        ("run --dev", 2, "--device"),
+        ("run --precision in", 3, "int8"),
+    ):
+        monkeypatch.setenv("_T5ACCEL_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", f"t5accel {words}")
+        monkeypatch.setenv("COMP_CWORD", str(index))
+        result = CliRunner().invoke(app, [], prog_name="t5accel")
+        assert found in result.stdout.split(), result.output
+
+
 def test_the_choices_of_precision_are_the_recipes():
     assert [*map(str, Precision)] == [*RECIPES]
     assert {*ExportPrecision} == RECIPES.keys() - {"bf16"}
     assert {*IntegerPrecision} == {name for name, recipe in RECIPES.items() if recipe.integers}
+
+
+def test_without_arguments_the_help_is_shown():
+    result = call()
+    assert result.exit_code in (0, 2) and "Usage" in result.output  # click 8.2 changed the code
+    assert all(command in result.output for command in COMMANDS)
 
 
 def test_usage_errors(tmp_path, monkeypatch):
@@ -113,8 +134,9 @@ def test_a_model_that_cannot_be_had_has_no_tokenizer_or_no_length_is_refused(tmp
     assert "config.json" in refused("run", TEXT, "--model", tmp_path)
     assert call("run", TEXT).exit_code == 0
     tiny_t5().save_pretrained(tmp_path / "mute")
-    result = call("run", TEXT, "--model", tmp_path / "mute")
-    assert result.exit_code == 2 and "no tokenizer" in said(result)[-1]
+    for _ in range(2):
+        result = call("run", TEXT, "--model", tmp_path / "mute")
+        assert result.exit_code == 2 and "no tokenizer" in said(result)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -128,15 +150,14 @@ def test_every_precision_and_runtime_answers_and_the_fast_engine_is_the_default(
     monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
     for options, what in (
         ((), "ONNX Runtime, fp32"), (("--precision", "int8"), "ONNX Runtime, int8"),
-        (("--precision", "bf16"), "torch with cache, bf16"),
+        (("--precision", "bf16"), "torch with cache, bf16"), (("--runtime", "torch"), "torch with cache, fp32"),
         (("--runtime", "onnx", "--precision", "fp16"), "ONNX Runtime, fp16"),
     ):  # fmt: skip
-        result = call("run", TEXT, *options)
-        assert (result.exit_code, result.stdout) == (0, f"{answer}\n"), result.output
-        assert re.fullmatch(r"\(5 tokens in \d+ ms, " + re.escape(what) + r"\)", said(result)[-1])
-    for options in ((), ("--runtime", "torch")):
-        assert call("run", TEXT, "--stream", *options).stdout == f"{answer}\n"
-    assert len(said(call("run", TEXT))) == 1, "the second time it just answers"
+        for more in ((), ("--stream",)):
+            result = call("run", TEXT, *options, *more)
+            assert (result.exit_code, result.stdout) == (0, f"{answer}\n"), result.output
+            assert re.fullmatch(r"\(5 tokens in \d+ ms, " + re.escape(what) + r"\)", said(result)[-1])
+        assert len(said(result)) == 1, "the second time it just answers"
     assert "'int8' runs on onnx, not on torch" in refused("run", TEXT, "--runtime", "torch", "--precision", "int8")
     listed = call("cache", "list").stdout
     assert "(mini)" in listed and re.search(rf"3 exports, \d+ MB, in {tmp_path}", listed)
@@ -224,6 +245,33 @@ def test_a_line_is_answered_and_its_words_are_printed_before_more_comes(tmp_path
         assert process.wait(60) == 0
 
 
+def test_words_of_a_stream_are_printed_before_the_last_step(monkeypatch):
+    printed, steps = [], []
+    own, step = t5accel.cli.typer.echo, OrtStatic.next_tokens
+    monkeypatch.setattr(OrtStatic, "next_tokens", lambda *given, **named: steps.append(1) or step(*given, **named))
+    monkeypatch.setattr(
+        t5accel.cli.typer, "echo", lambda *given, **named: printed.append(len(steps)) or own(*given, **named)
+    )
+    assert call("run", "translate English to French: Where is my bag?", "--stream").exit_code == 0
+    assert len({*printed}) > 2 and printed == sorted(printed)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
+def test_an_interrupted_process_says_so_in_a_sentence():
+    assert call("run", TEXT).exit_code == 0
+    with subprocess.Popen(
+        [sys.executable, "-m", "t5accel", "run", "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    ) as process:  # fmt: skip
+        process.stdin.write(TEXT + "\n")
+        process.stdin.flush()
+        process.stdout.readline()  # it is at work
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "t5accel: interrupted." in told and "Traceback" not in told
+
+
 # --- nothing of Python's on the screen --------------------------------------------------------------------------------
 
 
@@ -252,6 +300,19 @@ def test_whatever_goes_wrong_is_a_sentence(monkeypatch, error, code, sentence):
     with pytest.warns(UserWarning, match="a warning"):
         found = call("run", TEXT).exception
     assert type(found) is (SystemExit if isinstance(error, KeyboardInterrupt) else type(error))
+
+
+def test_no_command_shows_a_warning_and_filters_are_put_back(monkeypatch):
+    def warns(*_, **__):
+        warnings.simplefilter("always")
+        warnings.warn("a library's", FutureWarning, stacklevel=1)
+        return t5accel.doctor._python()
+
+    monkeypatch.setattr(t5accel.doctor, "CHECKS", (warns,))
+    before, shows = warnings.filters[:], warnings.showwarning
+    result = call("doctor")
+    assert result.exit_code == 0 and said(result) == []
+    assert warnings.filters == before and warnings.showwarning is shows
 
 
 def test_an_interrupted_command_says_what_it_has_kept(tmp_path, monkeypatch):
@@ -330,6 +391,40 @@ def test_a_model_passes_the_gate_on_the_users_rows_and_runs(tmp_path, exported_m
     assert recipe["gated"] and recipe["gate"]["max_loss"] == {"exact_match": 80}
     assert recipe["gate"]["baseline"] == {"exact_match": 100}
     assert call("run", TEXT, "--model", out).stdout.strip()
+
+
+def test_a_gain_is_called_one_and_a_gate_that_proves_nothing_is_said_to(tmp_path, exported_mini, monkeypatch):
+    row = {"source": "translate English to French: I am tired.", "target": "nothing like it at all"}
+    (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    options = "--eval", tmp_path / "dev.jsonl", "--metric", "exact_match", "--max-loss", 1, "--threads", 1
+    result = call("quantize", "--model", exported_mini, "--out", tmp_path / "none", *options)
+    assert result.exit_code == 0 and "in fp32 0.00: loses 0.00" in result.stdout
+    assert result.stderr.splitlines()[-1].startswith("Warning: The model in fp32 scores exact_match 0.00")
+    rising = iter([40.0, 40.5])
+    monkeypatch.setattr("t5accel.precision.gate.text_score", lambda *_, **__: lambda _: {"exact_match": next(rising)})
+    result = call("quantize", "--model", exported_mini, "--out", tmp_path / "more", *options)
+    assert "exact_match 40.50, in fp32 40.00: gains 0.50, a loss of 1 is allowed" in result.stdout
+    assert "Warning" not in result.stderr
+
+
+def test_a_model_that_loses_more_is_refused_in_a_sentence_and_nothing_is_left(tmp_path, exported_mini, dev):
+    quantize_export(exported_mini, tmp_path / "other", "int4")
+    lost = 100 - text_score(dev, "exact_match", threads=1)(tmp_path / "other")["exact_match"]
+    assert lost > 1
+    line = refused(
+        "quantize",
+        "--model",
+        exported_mini,
+        "--out",
+        tmp_path / "above" / "int4",
+        "--eval",
+        dev,
+        *INT4,
+        "--max-loss",
+        1,
+    )
+    assert f"lost exact_match {lost:.3g} (allowed 1)" in line and "--max-loss" in line
+    assert not (tmp_path / "above").exists()
 
 
 def test_quantize_refuses_what_it_cannot_score_before_it_exports(tmp_path, monkeypatch, exported_mini, dev, tiny_t5):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from made_up import PAIRS, log
 from test_cli import call, refused, said
 
+import t5accel.distillation.pruning as pruning
 import t5accel.distillation.student as module
 import t5accel.distillation.teacher_outputs as texts
 from t5accel.distillation.teacher_outputs import read_teacher_outputs
@@ -90,7 +92,7 @@ def test_distill_writes_a_student_that_loads_with_its_card(teacher: Path, data: 
     assert "was made with" in refused(*options, "--steps", 3, "--seed", 3, "--loss", "labels")
 
 
-@pytest.mark.parametrize("metric", ["bleu", None])
+@pytest.mark.parametrize("metric", ["bleu", "rougeL", "exact_match", None])
 def test_students_are_scored_on_rows_that_are_not_trained_on(teacher, data, dev, tmp_path, metric: str | None) -> None:
     leaking = rows_file(tmp_path / "leaking.jsonl", [*PAIRS[:9], *PAIRS[-2:]])
     result = call(
@@ -197,7 +199,7 @@ def test_data_models_and_tokenizers_that_are_missing_are_named(command: str, tea
 # --- prune ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("importance", "steps"), [("taylor", 0), ("movement", 3)])
+@pytest.mark.parametrize(("importance", "steps"), [("magnitude", 0), ("taylor", 0), ("movement", 3)])
 def test_prune_writes_a_narrow_model_that_loads(teacher, data: Path, tmp_path, importance: str, steps: int) -> None:
     out = tmp_path / "out"
     result = call(
@@ -214,6 +216,19 @@ def test_prune_writes_a_narrow_model_that_loads(teacher, data: Path, tmp_path, i
         "load_model(folder)" in card and f"- importance: {importance}" in card and "| neurons of the decoder |" in card
     )
     assert (out / "checkpoint.pt").exists() == (steps > 0)
+
+
+def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(teacher, data, tmp_path, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        pruning, "prune", lambda model, *given, teacher, **_: seen.append((given[-1].training, teacher)) or model
+    )
+    options = ("prune", "--data", data, "--out", tmp_path / "out", "--model", teacher, "--threads", 1, "--seed", 5)
+    assert call(*options, "--loss", "hidden").exit_code == 0 and call(*options, "--teacher", "mini").exit_code == 0
+    (training, whole), (_, mini) = seen
+    assert training == replace(pruning.PruneConfig().training, loss="hidden", seed=5) and whole is None
+    assert training.matrix_learning_rate < module.DistillConfig().matrix_learning_rate
+    assert mini.config.d_model != SIZES["d_model"]
 
 
 def test_prune_refuses_what_it_cannot_do_and_writes_nothing(teacher: Path, stranger, data: Path, tmp_path) -> None:

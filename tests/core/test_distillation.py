@@ -6,6 +6,8 @@ All pairs here are made up for the tests.
 from __future__ import annotations
 
 import copy
+import json
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -27,12 +29,16 @@ from test_pruned_models import narrowed
 
 import t5accel.distillation.checkpointing as resumable
 import t5accel.distillation.student as module
+import training.students as script
+from bench.evaluation import MAIN_SCORES
+from bench.results import DATA
 from t5accel.distillation.batches import Mixture, Part, Phase
 from t5accel.distillation.checkpointing import run_training
 from t5accel.distillation.losses import OBJECTIVES
 from t5accel.distillation.model_card import save_student
 from t5accel.distillation.optimizer import optimizer_step
-from t5accel.distillation.student import DistillConfig, distill, make_validator, shrink_decoder
+from t5accel.distillation.student import DistillConfig, distill, shrink_decoder
+from t5accel.distillation.validation import make_validator
 from t5accel.errors import ExportError, InputError, JobError
 from t5accel.models.load import load_model
 from t5accel.models.prefixes import TRANSLATE
@@ -113,6 +119,13 @@ def test_each_loss_falls_and_the_teacher_stays_as_it_was(tiny_t5, tmp_path: Path
     assert type(student) is type(teacher) and not student.training and T5Dims.of(student).decoder_layers == 2
     assert not same_weights(student, shrink_decoder(teacher, (0, 2)))
     assert {weight.grad for weight in teacher.parameters()} == {None}
+
+
+def test_the_losses_lead_to_different_students(tiny_t5, tmp_path: Path) -> None:
+    students = [run(tiny_t5(), tmp_path / loss, replace(TOY, loss=loss, steps=2)) for loss in OBJECTIVES]
+    labels, logits, hidden, sequence = students
+    assert not same_weights(labels, logits) and not same_weights(logits, hidden)
+    assert same_weights(labels, sequence)  # which differ in who wrote the labels, and here that is the same
 
 
 def test_an_interrupted_run_ends_with_exactly_the_weights_of_an_uninterrupted_one(
@@ -201,6 +214,40 @@ def test_a_full_disk_is_a_sentence_and_the_run_goes_on_from_its_last_checkpoint(
     assert same_weights(whole, run(tiny_t5(), folder))
 
 
+def test_a_line_of_the_log_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file, row = tmp_path / "log.jsonl", {"step": 1, "loss": 0.5}
+    resumable._log(file, row)
+    with (
+        limited_files(file.stat().st_size + 5),
+        pytest.raises(JobError, match=r"log\.jsonl could not be written: No space"),
+    ):
+        resumable._log(file, row)
+    resumable._log(file, row)
+    assert log(tmp_path) == [row, row]
+
+
+def test_a_checkpoint_reaches_the_disk_before_it_has_its_name_and_remnants_are_cleared(
+    tiny_t5, tmp_path: Path, monkeypatch
+) -> None:
+    done: list[str] = []
+    for owner, name in ((os, "fsync"), (os, "replace")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, real=real, name=name: (done.append(name), real(*given))[1])
+    for name in ("checkpoint.partial", "stable.partial"):
+        (tmp_path / name).write_bytes(b"of a run that was killed")
+    run(tiny_t5(), tmp_path, replace(TOY, steps=1, decay_share=0.0))
+    assert done[:3] == ["fsync", "replace", "fsync"] and not list(tmp_path.glob("*.partial"))
+
+    def interrupted(state: Any, file: Any) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_t5(), tmp_path, replace(TOY, steps=2, decay_share=0.0))
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_a_damaged_checkpoint_is_named_and_kept(tiny_t5, tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.pt"
     for state in (None, [1], {"step": 1}, {"config": None}):
@@ -223,8 +270,9 @@ def test_another_configuration_is_refused_and_the_checkpoint_kept(tiny_t5, tmp_p
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
-def test_no_dropout_means_none_in_attention_either(tiny_t5, tmp_path: Path) -> None:
-    teacher = tiny_t5("umt5", dropout_rate=0.4)
+@pytest.mark.parametrize("kind", ["mt5", "umt5"])
+def test_no_dropout_means_none_in_attention_either(tiny_t5, tmp_path: Path, kind: str) -> None:
+    teacher = tiny_t5(kind, dropout_rate=0.4)
     student = run(teacher, tmp_path, replace(TOY, steps=1)).train()
     ids, labels = torch.tensor([[5, 6, 7, 1]]), torch.tensor([[20, 21, 1]])
     first, second = (student(input_ids=ids, labels=labels).logits for _ in range(2))
@@ -302,14 +350,20 @@ def test_the_student_is_an_ordinary_checkpoint_in_16_bits(kept: tuple[Any, Path]
     assert (folder / "model.safetensors").stat().st_size < 2.2 * student.num_parameters()
 
 
-def test_its_card_says_what_it_is_and_how_it_was_made(kept: tuple[Any, Path]) -> None:
-    _, folder = kept
+def test_its_card_says_what_it_is_and_how_it_was_made(kept: tuple[Any, Path], tiny_t5, tmp_path: Path) -> None:
+    student, folder = kept
     card = (folder / "README.md").read_text(encoding="utf-8")
     header, text = card.removeprefix("---\n").split("---\n", 1)
     assert "tags: [t5, distilled]" in header and "license" not in header
     assert "# model\n" in text and "`a teacher`" in text and "t5accel distill --steps 4" in text and "- loss: x" in text
     assert "| decoder layers | 3 | 1 |" in text and "| heads of the decoder | 4, 4, 4 | 4 |" in text
     assert "`T5ForConditionalGeneration.from_pretrained` loads it." in text and "{" not in text
+    narrow = narrowed(tiny_t5())
+    facts = dict(teacher_name="a teacher", how="pruned", command="c", settings={})
+    other = save_student(narrow, toy_tokenizer(), tmp_path / "narrow", teacher=student, **facts)
+    text = (other / "README.md").read_text(encoding="utf-8")
+    assert "load_model(folder)" in text and "| neurons of the decoder | 64 | 24, 64, 5 |" in text
+    assert T5Dims.of(load_model(other)[0]) == T5Dims.of(narrow)
 
 
 def test_a_student_replaces_a_student_and_nothing_else(kept, tiny_t5, tmp_path: Path, monkeypatch) -> None:
@@ -329,3 +383,37 @@ def test_a_student_replaces_a_student_and_nothing_else(kept, tiny_t5, tmp_path: 
     with pytest.raises(InputError, match="letters"):
         save("letters", "fourth")
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"model", "letters"}
+
+
+# --- the recorded comparison ------------------------------------------------------------------------------------------
+
+
+def test_the_long_run_learns_from_the_best_of_the_recorded_comparison() -> None:
+    rows = json.loads((DATA / "results" / "distillation.json").read_text(encoding="utf-8"))["rows"]
+    scores = {row["model"]: {name: row[name] for name in MAIN_SCORES} for row in rows if row.get("precision") == "fp32"}
+    shares = {
+        loss: sum(score / scores["mini"][name] for name, score in scores[f"1 layer, {loss}"].items())
+        for loss in OBJECTIVES
+    }
+    assert max(shares, key=shares.__getitem__) == script.LONGER
+
+
+@pytest.mark.parametrize("how", ["distill", "prune"])
+def test_a_student_of_the_comparison_is_trained_once(tiny_t5, tmp_path: Path, monkeypatch, how: str) -> None:
+    calls: list[Any] = []
+
+    def made(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return shrink_decoder(tiny_t5(), 1)
+
+    monkeypatch.setattr(script, "load_model", lambda name: (tiny_t5(), toy_tokenizer()))
+    monkeypatch.setattr(script, "student_mixture", lambda pairs: (MIXTURE, []))
+    monkeypatch.setattr(script, "make_loss_validator", lambda held_out, tokenizer: None)
+    monkeypatch.setattr(script, how, made)
+    runs = script.distillation_runs(10, 40) if how == "distill" else script.pruning_runs(10, "taylor")
+    assert len({run.name for run in runs}) == len({run.config for run in runs}) == len(runs)
+    for _ in range(2):
+        script.train(runs[0], tmp_path / "pairs.tsv", tmp_path)
+    ((_, _, mixture, folder, config),) = calls
+    assert mixture is MIXTURE and config == runs[0].config and folder == runs[0].folder(tmp_path)
+    assert T5Dims.of(load_model(folder / "model")[0]).decoder_layers == 1

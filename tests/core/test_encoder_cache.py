@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections import OrderedDict
@@ -210,7 +211,7 @@ events = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=40)
 @given(events=events, max_bytes=st.sampled_from([0, 1000, 3000, 10**6]))
 def test_any_sequence_of_batches_and_changes(tiny_t5, events: list[Any], max_bytes: int) -> None:
     plain = TorchEager(copy.deepcopy(tiny_t5()))
@@ -279,8 +280,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an embedding": lambda model: model.shared.weight.detach().mul_(3),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    f"AdamW, {options}": lambda weights, options=options: torch.optim.AdamW(weights, lr=0.1, **options)
-    for options in (dict(foreach=False), dict(foreach=True), dict(fused=True))
+    f"{kind.__name__}, {name}": lambda weights, kind=kind, options=options: kind(weights, lr=0.1, **options)
+    for kind in (torch.optim.SGD, torch.optim.AdamW)
+    for name, options in (("loop", dict(foreach=False)), ("foreach", dict(foreach=True)), ("fused", dict(fused=True)))
 }
 
 
@@ -365,6 +367,32 @@ def test_an_address_is_no_identity(tiny_t5) -> None:
     assert by_address(model) == first and backend.fingerprint() != mine
 
 
+def test_a_fingerprint_keeps_no_weights_alive(tiny_t5) -> None:
+    model = copy.deepcopy(tiny_t5())
+    storages = TorchEager(model).fingerprint()[2]
+    assert not any(storage.expired() for storage in storages)
+    model.to(torch.float64)
+    assert all(storage.expired() for storage in storages)
+
+
+def test_hidden_writes_need_clear(tiny_t5, padded_batch) -> None:
+    """`TorchEager.fingerprint` does not notice them, as it says."""
+    model = copy.deepcopy(tiny_t5())
+    cache, weight = EncoderCache(TorchEager(model)), value(model).weight
+    before = cache.encode(*padded_batch)
+    for write in (
+        lambda: weight.data.mul_(3),
+        lambda: np.multiply(weight.detach().numpy(), 3, out=weight.data.numpy()),
+    ):
+        write()
+        assert torch.equal(cache.encode(*padded_batch).hidden, before.hidden), "noticed now? Then say so in fingerprint"
+        cache.clear()
+        assert cache.size_bytes == 0
+        fresh = cache.encode(*padded_batch)
+        assert (fresh.hidden - before.hidden).abs().max() > 0.1
+        before = fresh
+
+
 def test_weights_of_inference_mode_are_refused(tiny_t5, padded_batch) -> None:
     with torch.inference_mode():
         model = copy.deepcopy(tiny_t5())
@@ -406,7 +434,7 @@ class LRU:
 toy_rows = st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 
 
-@settings(max_examples=80)
+@settings(max_examples=200)
 @given(batches=st.lists(toy_rows, max_size=12), max_bytes=st.integers(0, 300))
 def test_the_least_recently_used_row_leaves(batches: list[list[tuple[int, ...]]], max_bytes: int) -> None:
     backend, expected = Toy(), LRU(max_bytes)
@@ -470,6 +498,21 @@ def test_is_a_backend_and_shows_the_wrapped_one(tiny_t5) -> None:
     assert cache.run_greedy(None, 3) == 3
 
 
+def test_split_and_join(tiny_t5, padded_batch) -> None:
+    backend = TorchEager(tiny_t5())
+    source = backend.encode(*padded_batch)
+    rows = backend.split(source)
+    assert [row.hidden.shape for row in rows] == [(1, n, 32) for n in (9, 5, 3, 7, 2, 8)]
+    assert all(row.mask.all() and row.hidden.is_contiguous() for row in rows)
+    joined = backend.join([rows[4], backend.join([rows[1], rows[2]])])
+    assert joined.mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert not joined.hidden[0, 2:].any() and torch.equal(joined.hidden[1:2], rows[1].hidden)
+    whole = backend.join(rows)
+    assert torch.equal(whole.mask, source.mask)
+    assert torch.equal(whole.hidden, source.hidden * source.mask[..., None])
+    assert backend.source_bytes(source) == 6 * 9 * (32 * 4 + 8)
+
+
 # Threads
 
 
@@ -491,6 +534,29 @@ def in_threads(*functions: Callable[[], None]) -> None:
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]
+
+
+class Meeting(Toy):
+    """Two threads encode at the same time, and try to keep their row at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoding, self.keeping = threading.Barrier(2), threading.Barrier(2)
+
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Any:
+        self.encoding.wait(timeout=30)
+        return super().encode(input_ids, attention_mask)
+
+    def source_bytes(self, source: list[np.ndarray]) -> int:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.keeping.wait(timeout=0.3)
+        return super().source_bytes(source)
+
+
+def test_two_threads_that_miss_the_same_row_keep_it_once() -> None:
+    cache = EncoderCache(Meeting())
+    in_threads(*[lambda: cache.encode(*batch_of([5, 6]))] * 2)
+    assert (cache.hits, cache.misses, cache.size_bytes) == (0, 2, 64)
 
 
 class Waiting(Toy):

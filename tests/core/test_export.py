@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx
@@ -19,9 +22,12 @@ import transformers
 from programs import prune_heads, pruned_and_silenced
 from refused import refused
 from silence import quiet
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_static import TorchStatic
+from t5accel.checks import read_json_object
+from t5accel.decoding.backend import right_aligned
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import (
     ExportError,
@@ -40,6 +46,7 @@ from t5accel.graphs.weights import T5Weights
 from t5accel.models.families import BEYOND_T5
 from t5accel.models.random_init import random_model
 from t5accel.models.sizes import T5Dims
+from t5accel.models.t5_math import logit_scale, relative_position_bucket
 from t5accel.parity import ParityError, assert_close
 
 V5 = int(transformers.__version__.split(".")[0]) >= 5
@@ -66,6 +73,8 @@ def variant(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """Arguments of ``tiny_t5`` and ``exported``, for each kind of model that we claim to export."""
     return MODELS[request.param]
 
+
+SPECS = {ENCODER: encoder_spec, DECODER: decoder_spec}
 
 # What a stranger does with the two files, knowing the contract and ONNX Runtime only
 
@@ -168,6 +177,24 @@ def test_logits_of_chunks_behind_garbage(tiny_t5, exported, variant, padded_batc
         same_logits(actual, expected)
 
 
+def test_histories_of_unequal_length(tiny_t5, exported, variant, padded_batch) -> None:
+    kind, sizes = variant
+    graphs, (ids, mask) = graphs_in(exported(kind, **sizes)), padded_batch
+    new, lengths = histories(6, 3, 9), np.random.default_rng(2).integers(0, 5, (6, 3))
+    source = graphs.encode(ids, mask)
+    _, past = graphs.step(source, graphs.empty(6, 3), new[:, :, :4])
+    # Each row keeps its first tokens only, moved to the right end; in front of them is what happens to be there.
+    index = np.maximum(np.arange(4) + lengths[..., None] - 4, 0)
+    past = {name: np.take_along_axis(array, index[:, :, None, :, None], 3) for name, array in past.items()
+            if name != "past_mask"} | {"past_mask": right_aligned(lengths, 4)}  # fmt: skip
+    logits, _ = graphs.step(source, past, new[:, :, 4:])
+    whole = [[[*row[:length], *row[4:], *[0] * (4 - length)] for row, length in zip(*rows, strict=True)]
+             for rows in zip(new.tolist(), lengths.tolist(), strict=True)]  # fmt: skip
+    expected = teacher_forced(tiny_t5(kind, **sizes), ids, mask, np.array(whole))
+    positions = lengths[..., None] + np.arange(5)
+    same_logits(logits, np.take_along_axis(expected, positions[..., None], axis=2))
+
+
 LONG_SOURCE = np.random.default_rng(3).integers(3, 300, (2, 200))
 LONG_MASK = (np.arange(200) < np.array([[200], [170]])).astype(np.int64)
 
@@ -181,8 +208,8 @@ def test_distances_beyond_the_reach(tiny_t5, exported, name: str) -> None:
     same_logits(graphs.chunks(LONG_SOURCE, LONG_MASK, new, cuts=[150, 151], garbage=3), expected)
 
 
-def test_models_in_16_bits_and_in_training_become_fp32_without_dropout(tiny_t5, padded_batch, tmp_path) -> None:
-    dtype = torch.bfloat16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_models_in_16_bits_and_in_training_become_fp32_without_dropout(tiny_t5, padded_batch, tmp_path, dtype) -> None:
     half = copy.deepcopy(tiny_t5(d_model=40, dropout_rate=0.5)).to(dtype).train()  # 40 ** -0.5 is far from a bfloat16
     half.encoder.eval()
     manifest = export_model(half, tmp_path / "half")
@@ -201,6 +228,40 @@ def test_encoder_and_decoder_with_embeddings_of_their_own(tiny_t5, padded_batch)
     same_logits(graphs_of(t5_weights(model)).chunks(*padded_batch, new), expected)
 
 
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "mt5", "umt5"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_logit_scale_is_the_models(tiny_t5, kind: str, tied: bool) -> None:
+    model = tiny_t5(kind, tie_word_embeddings=tied)
+    scaled = {"mt5": tied and not V5, "umt5": tied or V5}.get(kind, tied)
+    assert logit_scale(model) == (32**-0.5 if scaled else 1.0)
+    # The rule is transformers': ones in place of the decoder's output, and no head.
+    ones = torch.ones((1, 1, 32), dtype=torch.float64)
+    decoded, start = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=ones), torch.zeros((1, 1)).long()
+    with (
+        torch.inference_mode(),
+        patch.object(model.decoder, "forward", lambda *_, **__: decoded),
+        patch.object(model.lm_head, "forward", lambda hidden: hidden),
+    ):
+        asked = model(encoder_outputs=(ones,), decoder_input_ids=start, return_dict=True).logits
+    assert float(asked[0, 0, 0]) == logit_scale(model)
+
+
+def test_buckets_are_those_of_transformers() -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distances = np.arange(-300, 301)
+    for bidirectional in (True, False):
+        for buckets in (4, 8, 16, 31, 32, 64):
+            for reach in (20, 64, 100, 128, 256, 300):
+                options = dict(bidirectional=bidirectional, max_distance=reach)
+                expected = T5Attention._relative_position_bucket(
+                    torch.as_tensor(distances), num_buckets=buckets, **options
+                ).numpy()
+                actual = relative_position_bucket(distances, buckets=buckets, **options)
+                assert actual.dtype == np.int64 and len(np.unique(actual)) > buckets // 3
+                np.testing.assert_array_equal(actual, expected, err_msg=f"{buckets=}, {options}")
+
+
 # The contract, as it is read off the files
 
 
@@ -209,8 +270,9 @@ def declared(session: onnxruntime.InferenceSession) -> list[tuple[str, str, tupl
     return [(v.name, dtypes[v.type], tuple(v.shape)) for v in (*session.get_inputs(), *session.get_outputs())]
 
 
-def test_the_files_keep_the_contract(tiny_t5, exported, kind: str) -> None:
-    folder, dims = exported(kind), T5Dims.of(tiny_t5(kind))
+def test_the_files_keep_the_contract(tiny_t5, exported, variant) -> None:
+    kind, sizes = variant
+    folder, dims = exported(kind, **sizes), T5Dims.of(tiny_t5(kind, **sizes))
     manifest, graphs = read_manifest(folder), graphs_in(folder)
     assert manifest.dims == dims
     for name, session, spec in (
@@ -252,7 +314,7 @@ PRUNED = {  # layer 0 keeps the table of biases for all
 }
 
 
-@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
 def test_pruned_heads(tiny_t5, padded_batch, tmp_path, kind: str) -> None:
     pruned, silenced = pruned_and_silenced(tiny_t5(kind), PRUNED)
     dims = export_model(pruned, tmp_path / "pruned", check_logits=False).dims  # pruned by hand, torch cannot run it
@@ -341,12 +403,11 @@ def fail(model: Any) -> None:
     model.encoder.forward = lambda *_, **__: 1 / 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"), [("t5", scale_the_head), ("t5", override_forward), ("bart", override_forward)]
-)
+@pytest.mark.parametrize("change", [scale_the_head, override_forward])
+@pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_hooks_and_overridden_forwards_are_found_by_the_logits(tiny_t5, tmp_path, kind: str, change) -> None:
     model = copy.deepcopy(tiny_t5()) if kind == "t5" else tiny_bart()
-    change(model if kind == "t5" else model.model)
+    change(model if kind == "t5" or change is scale_the_head else model.model)
     with pytest.raises(ExportError, match="other logits than the model itself.*check_logits=False"):
         export_model(model, tmp_path / "export")
     assert not [*tmp_path.iterdir()] or [path.name for path in tmp_path.iterdir()] == [".export.lock"]
@@ -379,11 +440,11 @@ WRONG_HEADS: dict[str, Callable[[Any], Any]] = {  # three heads of 12, where the
 
 
 @pytest.mark.parametrize("wrong", WRONG_HEADS)
-def test_wrong_heads_are_refused(tiny_t5, tmp_path, wrong: str) -> None:
-    for stack in ("encoder", "decoder"):
-        model = copy.deepcopy(tiny_t5())
-        WRONG_HEADS[wrong](getattr(model, stack).block[1].layer[0].SelfAttention)
-        refused(lambda model: export_model(model, tmp_path / "wrong"), "model", model, match="heads", error=NotT5Error)
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_wrong_heads_are_refused(tiny_t5, tmp_path, stack: str, wrong: str) -> None:
+    model = copy.deepcopy(tiny_t5())
+    WRONG_HEADS[wrong](getattr(model, stack).block[1].layer[0].SelfAttention)
+    refused(lambda model: export_model(model, tmp_path / "wrong"), "model", model, match="heads", error=NotT5Error)
     assert not list(tmp_path.iterdir())
 
 
@@ -482,8 +543,9 @@ def size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def test_external_weights_are_stored_once(tiny_t5, exported, padded_batch) -> None:
-    kind, sizes = "deeper-decoder", dict(vocab_size=3000)
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
+def test_external_weights_are_stored_once(tiny_t5, exported, padded_batch, kind: str) -> None:
+    sizes = dict(vocab_size=3000)
     inside, outside = exported(kind, **sizes), exported(kind, **sizes, external_threshold_bytes=0)
     model = tiny_t5(kind, **sizes)
     assert not (inside / WEIGHTS).exists() and read_manifest(outside).files.keys() >= {ENCODER, DECODER, WEIGHTS}
@@ -514,7 +576,25 @@ def test_external_weights_are_stored_once(tiny_t5, exported, padded_batch) -> No
         onnx.checker.check_model(str(outside / name), full_check=True)
 
 
+def test_the_threshold_is_the_size_of_the_larger_graph(tiny_t5, tmp_path) -> None:
+    weights = t5_weights(tiny_t5())
+    largest = max(graph.size_bytes for graph in (encoder_graph(weights), decoder_graph(weights)))
+    at, below = (export_model(tiny_t5(), tmp_path / str(t), external_threshold_bytes=t) for t in (largest, largest - 1))
+    assert WEIGHTS not in at.files and WEIGHTS in below.files and at.source == below.source
+
+
 # Silence
+
+
+def test_nothing_is_said_unasked(tiny_t5, padded_batch, tmp_path, capfd) -> None:
+    with quiet():
+        export_model(tiny_t5("umt5"), tmp_path / "tiny")
+        export_model(tiny_t5("umt5"), tmp_path / "tiny")
+        export_model(tiny_t5("umt5"), tmp_path / "outside", external_threshold_bytes=0)
+        for folder in (tmp_path / "tiny", tmp_path / "outside"):
+            Graphs(folder / ENCODER, folder / DECODER).chunks(*padded_batch, histories(6, 1, 5))
+            OrtNumpy(folder)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_bundled_model_and_its_tokenizer(mini, tmp_path, capfd) -> None:
@@ -545,6 +625,17 @@ def test_settings_of_published_models_neither_warn_nor_stop_it(tiny_t5, tmp_path
     assert capfd.readouterr() == ("", "")
     assert {"config.json", "generation_config.json"} <= manifest.files.keys()
     assert json.loads((tmp_path / "x" / "generation_config.json").read_text())["temperature"] == 0.5
+
+
+@pytest.mark.parametrize("threshold", [0, LARGEST_INSIDE])
+def test_progress_goes_to_standard_error(tiny_t5, tmp_path, monkeypatch, capfd, threshold: int) -> None:
+    with quiet():
+        export_model(tiny_t5(), tmp_path / "file", name="tiny", progress=True, external_threshold_bytes=threshold)
+        assert capfd.readouterr() == ("", ""), "a bar is for a terminal"
+        monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
+        export_model(tiny_t5(), tmp_path / "x", name="tiny", progress=True, external_threshold_bytes=threshold)
+    out, err = capfd.readouterr()
+    assert out == "" and "exporting tiny" in err and "100%" in err
 
 
 # What cannot be exported
@@ -603,6 +694,32 @@ def test_the_hash_is_that_of_the_values(tiny_t5, tmp_path) -> None:
 
 
 # Files that are read
+
+
+NOT_OBJECTS: dict[str, Callable[[Path], Any]] = {
+    "missing": lambda path: None,
+    "a named pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "nested too deeply": lambda path: path.write_text("[" * 100_000 + "]" * 100_000),
+    "no JSON": lambda path: path.write_bytes(b'{"a": \xff}'),
+    "null": lambda path: path.write_text("null"),
+    "a number": lambda path: path.write_text("NaN"),
+    "at most": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_OBJECTS)
+def test_what_holds_no_json_object_is_refused_in_a_sentence(tmp_path, monkeypatch, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's name must be short
+    NOT_OBJECTS[kind](Path("config.json"))
+    with pytest.raises(ExportError, match=rf"^config\.json .*{kind}.* Export again\.$"):
+        read_json_object(Path("config.json"), ExportError, "Export again.")
+
+
+@pytest.fixture
+def copied(exported, tmp_path: Path) -> Path:
+    """An export with its weights beside the graphs, to be damaged."""
+    return Path(shutil.copytree(exported(external_threshold_bytes=0), tmp_path / "copied"))
 
 
 def test_a_model_with_tokens_outside_its_vocabulary_is_not_exported(tiny_t5, tmp_path) -> None:

@@ -14,16 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from programs import KeepsTheFirst, broken, own_generate
+from programs import KeepsTheFirst, NoMask, broken, own_generate
 
 from t5accel.backends.torch_eager import TorchEager
+from t5accel.checks import as_batch
 from t5accel.decoding.backend import Backend, Generated, PastLengths
 from t5accel.decoding.greedy_search import greedy
+from t5accel.errors import InputError
 from t5accel.parity import assert_varied
 
 ROOT = Path(__file__).resolve().parents[2]
+unhurried = settings(deadline=None, max_examples=100)
 cached_and_not = pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "uncached"])
 
 
@@ -65,18 +69,21 @@ def test_min_new_tokens_defers_the_end(ending_t5, padded_batch, use_cache: bool)
     assert end in free[:, :at_least] and end not in deferred[:, :at_least]
 
 
+@cached_and_not
 @pytest.mark.parametrize("with_start", [True, False])
-def test_continues_a_prefix(tiny_t5, padded_batch, with_start: bool) -> None:
-    model = tiny_t5()
+def test_continues_a_prefix(tiny_t5, kind: str, padded_batch, use_cache: bool, with_start: bool) -> None:
+    model = tiny_t5(kind)
     prefix = np.random.default_rng(5).integers(3, 300, (len(padded_batch[0]), 4))
     prefix[:, 0] = model.config.decoder_start_token_id if with_start else prefix[:, 0]
     options: dict[str, Any] = dict(decoder_input_ids=prefix, max_new_tokens=8, min_new_tokens=3)
-    check_equals_generate(TorchEager(model), model, *padded_batch, **options)
+    backend = TorchEager(model, use_cache=use_cache)
+    check_equals_generate(backend, model, *padded_batch, **options)
 
 
-def test_an_answer_does_not_depend_on_its_batch(ending_t5, padded_batch) -> None:
-    model = ending_t5("deeper-decoder")
-    backend, (ids, mask) = TorchEager(model), padded_batch
+@cached_and_not
+def test_an_answer_does_not_depend_on_its_batch(ending_t5, kind: str, padded_batch, use_cache: bool) -> None:
+    model = ending_t5(kind)
+    backend, (ids, mask) = TorchEager(model, use_cache=use_cache), padded_batch
     together = greedy(backend, ids, mask, max_new_tokens=14).sequences
     assert_varied(together)
     assert len(np.unique(together, axis=0)) == len(ids), "sources should have different answers"
@@ -137,10 +144,13 @@ def with_bias(model: Any, stack: str, change: Any) -> Any:
 
 
 BROKEN = {
+    "no mask": NoMask,
     "no mask in cross-attention": broken(new_state=without_cross_mask),
     "keeps the wrong sources": KeepsTheFirst,
     "forgets the past": partial(broken(step=without_past), use_cache=False),
     "encoder bias shifted": lambda model: TorchEager(with_bias(model, "encoder", lambda w: w.roll(1, 0))),
+    "encoder bias zero": lambda model: TorchEager(with_bias(model, "encoder", torch.zeros_like)),
+    "decoder bias shifted": lambda model: TorchEager(with_bias(model, "decoder", lambda w: w.roll(1, 0))),
     "decoder bias zero": lambda model: TorchEager(with_bias(model, "decoder", torch.zeros_like)),
 }
 
@@ -150,6 +160,8 @@ def test_a_broken_backend_is_caught(ending_t5, padded_batch, name: str) -> None:
     model = ending_t5("deeper-decoder")
     # two orders: one whose finished sources do not happen to come last
     batches = [padded_batch, tuple(array[::-1].copy() for array in padded_batch)]
+    for batch in batches:
+        check_equals_generate(TorchEager(model), model, *batch, max_new_tokens=14)
     with pytest.raises(AssertionError, match="Mismatched elements|not equal|shapes"):
         for batch in batches:
             check_equals_generate(BROKEN[name](model), model, *batch, max_new_tokens=14)
@@ -229,6 +241,12 @@ BAD_BATCHES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.parametrize("case", BAD_BATCHES)
+def test_invalid_batches(case: str) -> None:
+    with pytest.raises(InputError, match="input_ids|attention_mask"):
+        as_batch(*BAD_BATCHES[case])
+
+
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
 nested = st.recursive(
     scalars,
@@ -240,6 +258,17 @@ nearly = st.lists(st.lists(st.integers(-1, 11) | st.sampled_from([0.5, None, "3"
 valid = hnp.arrays(np.int64, st.tuples(st.integers(1, 3), st.integers(1, 3)), elements=st.integers(0, 9))
 anything = nested | arrays | nearly | valid
 bounds = st.integers(-2, 30) | st.none() | st.floats() | st.text(max_size=2)
+
+
+@unhurried
+@given(anything, st.none() | anything)
+def test_as_batch_raises_input_error_at_most(input_ids: Any, attention_mask: Any) -> None:
+    try:
+        ids, mask = as_batch(input_ids, attention_mask)
+    except InputError:
+        return
+    assert ids.shape == mask.shape and ids.ndim == 2 and ids.dtype == mask.dtype == np.int64
+    assert ids.min() >= 0 and set(np.unique(mask)) <= {0, 1} and mask.any(axis=1).all()
 
 
 # Without torch

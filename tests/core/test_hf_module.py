@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
 from t5accel.models.families import BEYOND_T5
-from t5accel.models.load import load_model
 from t5accel.models.random_init import random_model
 from t5accel.parity import assert_close
 
@@ -52,8 +50,8 @@ def static(exported) -> AcceleratedT5:
 # --------------------------------------------------------------------------------------------------- what is configured
 
 
-@pytest.mark.parametrize("stored", [["output_hidden_states"], ["output_attentions", "output_hidden_states",
-                                    "return_dict_in_generate", "output_scores"]])  # fmt: skip
+@pytest.mark.parametrize("stored", [["output_hidden_states"], ["output_attentions"], ["output_attentions",
+                                    "output_hidden_states", "return_dict_in_generate", "output_scores"]])  # fmt: skip
 def test_outputs_that_only_a_stored_setting_asks_for(tiny_t5, batch, stored: list[str]) -> None:
     own = copy.deepcopy(tiny_t5())
     own.generation_config.update(**dict.fromkeys(stored, True))
@@ -129,7 +127,7 @@ def test_trainer_predicts_and_does_not_train(tiny_t5, mini, batch, tmp_path: Pat
 # ---------------------------------------------------------------------------------------------------------------- masks
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bool, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int32])
 def test_masks_of_each_type(tiny_t5, static, batch, dtype: torch.dtype) -> None:
     given = {**batch, "attention_mask": batch["attention_mask"].to(dtype)}
     tokens = decoder_ids(6, 3)
@@ -154,8 +152,9 @@ def test_a_row_whose_mask_hides_all_of_it(tiny_t5, static, batch, num_beams: int
     refused(partial(cached.generate, batch["input_ids"]), "attention_mask", mask, match="all zero in row 2")
 
 
-def test_such_a_row_in_other_families(batch) -> None:
-    own = random_model(BEYOND_T5["bart"], SIZES, seed=3)
+@pytest.mark.parametrize("name", ["bart", "pegasus"])
+def test_such_a_row_in_other_families(batch, name: str) -> None:
+    own = random_model(BEYOND_T5[name], SIZES, seed=3)
     ours, mask = behind(on_onnx(own), own), batch["attention_mask"].clone()
     mask[2] = 0
     if V5:  # where these attend to nothing, and the graphs to everything
@@ -183,30 +182,41 @@ def test_forward_without_decoder_ids(batch, name: str) -> None:
         refused(ours, "input_ids", ids, match="nothing to decode")
 
 
+@pytest.mark.parametrize("text", ["text", ["a", "b"], ("a",)])
+def test_text_in_place_of_token_ids(static, text: Any) -> None:
+    for call in (static, static.generate, static.encoder):
+        refused(call, "input_ids", text, match="got text")
+    refused(static.generate, "inputs", text, match="got text")
+
+
 def test_other_things_in_place_of_token_ids(static, batch) -> None:
-    whole, text, ids = transformers.BatchEncoding(batch), ("text", ["a", "b"], ("a",)), batch["input_ids"]
+    whole = transformers.BatchEncoding(batch)
     for call in (static, static.generate):
-        refused(call, "input_ids", *text, match="got text")
         refused(call, "input_ids", whole, match="input_ids")
-    refused(static.encoder, "input_ids", *text, match="got text")
-    refused(static.generate, "inputs", *text, match="got text")
-    refused(static.generate, "inputs", ids.tolist(), ids.numpy(), match="must be a tensor")
+    refused(
+        static.generate, "inputs", batch["input_ids"].tolist(), batch["input_ids"].numpy(), match="must be a tensor"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- what it is
 
 
-def test_the_count_of_parameters(tiny_t5, exported) -> None:
-    for kind in ("deeper-decoder", "gated-untied"):
-        own = tiny_t5(kind)
-        for ours in (AcceleratedT5.from_pretrained(exported(kind)), behind(TorchEager(own), own)):
-            for options in ({}, {"exclude_embeddings": True}):
-                assert ours.num_parameters(**options) == own.num_parameters(**options) > 0
-            assert ours.num_parameters(only_trainable=True) == 0
-        assert behind(TorchEager(own), own).get_memory_footprint() == own.get_memory_footprint()
-    pruned = load_model("mini-d1p")[0]
-    ours = behind(on_onnx(pruned), pruned)
-    assert ours.config.layer_widths and ours.num_parameters() == pruned.num_parameters()
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
+def test_the_count_of_parameters(tiny_t5, exported, kind: str) -> None:
+    own = tiny_t5(kind)
+    for ours in (AcceleratedT5.from_pretrained(exported(kind)), behind(TorchEager(own), own)):
+        for options in ({}, {"exclude_embeddings": True}):
+            assert ours.num_parameters(**options) == own.num_parameters(**options) > 0
+        assert ours.num_parameters(only_trainable=True) == 0
+    assert behind(TorchEager(own), own).get_memory_footprint() == own.get_memory_footprint()
+
+
+def test_the_count_of_parameters_of_a_pruned_model() -> None:
+    from t5accel.models.load import load_model
+
+    own = load_model("mini-d1p")[0]
+    ours = behind(on_onnx(own), own)
+    assert ours.config.layer_widths and ours.num_parameters() == own.num_parameters()
 
 
 def test_device_dtype_and_words(tiny_t5, static, exported) -> None:
@@ -356,9 +366,8 @@ def test_close(tiny_t5, static, batch, tmp_path: Path) -> None:
     with static as model:
         assert model is static
         backend, state = model.backend, model(**batch, decoder_input_ids=decoder_ids(6, 1)).past_key_values
-        session = weakref.ref(backend.encoder)
     static.close()
-    assert repr(static) == "AcceleratedT5(closed)" and session() is None, "memory is freed though the backend is held"
+    assert repr(static) == "AcceleratedT5(closed)"
     uses = [
         partial(static.generate, **batch), partial(static, **batch, decoder_input_ids=decoder_ids(6, 1)),
         partial(static.encoder, **batch), partial(static.save_pretrained, tmp_path / "new"), static.num_parameters,
@@ -373,3 +382,13 @@ def test_close(tiny_t5, static, batch, tmp_path: Path) -> None:
         pass
     refused(other.generate, "input_ids", batch["input_ids"], match="closed")
     check(own, behind(TorchEager(own), own), batch, **SHORT)  # the model given is still its owner's
+
+
+def test_close_frees_memory(exported) -> None:
+    """Sessions and buffers, though the backend is still held."""
+    import weakref
+
+    model = AcceleratedT5.from_pretrained(exported())
+    backend, session = model.backend, weakref.ref(model.backend.encoder)
+    model.close()
+    assert session() is None and set(vars(backend)) == {"is_closed"}

@@ -72,9 +72,18 @@ def test_other_systems_change_nothing(monkeypatch: pytest.MonkeyPatch, name: str
     assert name != "MEMORY" or huge_bytes() == 0
 
 
+@pytest.mark.parametrize(
+    ("before", "new"),
+    [([], [(10, 20)]), ([(10, 20)], []), ([(0, 12), (18, 30)], [(12, 18)]), ([(0, 10), (20, 25)], [(10, 20)]),
+     ([(12, 14), (14, 15)], [(10, 12), (15, 20)])],
+)  # fmt: skip
+def test_only_what_is_new(before: list[tuple[int, int]], new: list[tuple[int, int]]):
+    assert module._without(before, 10, 20) == new
+
+
 def test_the_same_tokens_with_and_without(tmp_path: Path):
-    """8 MB of weights in the head alone, so that there is something to move."""
-    model = random_t5(dict(d_model=64, d_kv=16, d_ff=64, num_heads=4, num_layers=1, vocab_size=32_000))
+    """24 MB of weights in the head alone, so that there is something to move."""
+    model = random_t5(dict(d_model=64, d_kv=16, d_ff=64, num_heads=4, num_layers=1, vocab_size=100_000))
     export_model(model, tmp_path / "export")
     tokens = [
         greedy(OrtNumpy(tmp_path / "export", settings=SessionSettings(huge_pages=on)), [[5, 8, 1]],

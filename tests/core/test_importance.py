@@ -21,6 +21,7 @@ from t5accel.distillation.importance import (
     keep_all,
     magnitude,
     movement,
+    normalize_scores,
     select_kept,
     taylor,
 )
@@ -46,8 +47,8 @@ def hooks(model: Any) -> list[int]:
     return [len(module._forward_pre_hooks) for module in model.modules()]
 
 
-def test_every_head_and_neuron_has_a_factor_that_changes_nothing_at_first(tiny_t5, padded_batch) -> None:
-    model = tiny_t5("gated-untied")
+def test_every_head_and_neuron_has_a_factor_that_changes_nothing_at_first(tiny_t5, padded_batch, kind: str) -> None:
+    model = tiny_t5(kind)
     gates = Gates(model)
     heads = [4 if name.endswith("Attention") else 64 for name in gates.names]
     assert [len(factor) for factor in gates.factors] == [len(m) for m in gates.movement] == heads
@@ -57,7 +58,7 @@ def test_every_head_and_neuron_has_a_factor_that_changes_nothing_at_first(tiny_t
         np.testing.assert_array_equal(teacher_forced(model, *padded_batch, NEW), before)
 
 
-@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied"])
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
 def test_a_closed_gate_is_a_result_that_nobody_reads(tiny_t5, padded_batch, kind: str) -> None:
     model = tiny_t5(kind)
     gates, unread = Gates(model), copy.deepcopy(model)
@@ -75,6 +76,17 @@ def test_a_closed_gate_is_a_result_that_nobody_reads(tiny_t5, padded_batch, kind
         same_logits(teacher_forced(model, *padded_batch, NEW), expected)
     with gated(model, gates):
         same_logits(teacher_forced(model, *padded_batch, NEW), expected)
+
+
+def test_gates_work_in_16_bits(tiny_t5, padded_batch) -> None:
+    model = tiny_t5()
+    gates = Gates(model)
+    with gated(model, gates), torch.autocast("cpu", torch.bfloat16):
+        ids, mask = map(torch.as_tensor, padded_batch)
+        loss = model(input_ids=ids, attention_mask=mask, labels=torch.as_tensor(NEW[:, 0].copy())).loss
+        gradients = torch.autograd.grad(loss, list(gates.factors))
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    assert all(torch.isfinite(gradient).all() and gradient.any() for gradient in gradients)
 
 
 def model_logits(model: Any, batch: Any) -> np.ndarray:
@@ -95,6 +107,18 @@ def test_hooks_are_gone_afterwards_also_after_an_error(tiny_t5, padded_batch) ->
         raise RuntimeError("stop")
     assert hooks(model) == before
     np.testing.assert_array_equal(model_logits(model, padded_batch), logits)
+
+
+def test_what_is_closed_is_what_is_not_kept(tiny_t5) -> None:
+    gates = Gates(tiny_t5())
+    everything = gates.kept()
+    assert everything[ATTENTION] == (0, 1, 2, 3) and len(everything["encoder.block.0.layer.1.DenseReluDense"]) == 64
+    for seed in range(3):
+        kept = some_kept(gates, seed)
+        gates.close(kept)
+        assert gates.kept() == kept != everything
+    gates.close(everything)
+    assert gates.kept() == everything and all((factor == 1).all() for factor in gates.factors)
 
 
 def test_wrong_choices_are_refused_and_change_nothing(tiny_t5) -> None:
@@ -121,7 +145,7 @@ def exact_loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
     return loss, sum(map(len, batch[1]))
 
 
-@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied"])
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
 def test_magnitude_is_the_norm_of_what_would_be_removed(tiny_t5, kind: str) -> None:
     model = tiny_t5(kind)
     scores = magnitude(model)
@@ -211,6 +235,13 @@ def test_movement_is_high_where_training_makes_weights_grow(tiny_t5) -> None:
     assert gates.movement[-1].any(), "the scores are a copy"
 
 
+def test_scores_of_equal_norm_keep_their_order() -> None:
+    scores = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 0.0, 0.0]), "c": torch.tensor([-5.0, 12.0])}
+    found = normalize_scores(scores)
+    assert found["a"].tolist() == pytest.approx([0.6, 0.8]) and found["c"].tolist() == pytest.approx([-5 / 13, 12 / 13])
+    assert found["b"].tolist() == [0.0] * 3
+
+
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 HEADS = {
@@ -233,10 +264,22 @@ def test_the_least_important_heads_of_all_layers_go_and_one_of_each_stays() -> N
         assert select_kept(HEADS, heads=share, neurons=0.9) == dict(zip(HEADS, expected, strict=True))
 
 
+def test_neurons_stay_in_multiples() -> None:
+    def found(share: float, multiple: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(select_kept(NEURONS, neurons=share, multiple_of=multiple).values())
+
+    assert found(0.25, 1) == ((4, 5, 6, 7), tuple(range(8)))
+    assert found(0.25, 4) == ((4, 5, 6, 7), tuple(range(8)))
+    assert found(0.5, 2) == ((6, 7), tuple(range(8)))  # never a layer without any
+    assert found(0.75, 4) == ((4, 5, 6, 7), (0, 1, 2, 3))
+    assert found(0.75, 32) == found(0.0, 32) == (tuple(range(8)), tuple(range(8)))
+    assert select_kept(NEURONS, heads=0.9) == keep_all(NEURONS)
+
+
 values = st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=12)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 @given(st.lists(values, min_size=1, max_size=5), st.floats(0, 0.99), st.sampled_from([1, 2, 4, 8]))
 def test_what_stays_in_a_layer_is_its_best(layers: list[list[float]], share: float, multiple: int) -> None:
     for ending, options in (("SelfAttention", dict(heads=share)), ("Dense", dict(neurons=share, multiple_of=multiple))):

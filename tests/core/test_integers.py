@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import event, given, settings
@@ -80,7 +82,7 @@ def codes(blocks: QuantizedBlocks) -> np.ndarray:
 # How far off
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=300)
 @given(weight=weights, bits=st.sampled_from(BITS), size=st.sampled_from(SIZES))
 def test_no_weight_is_further_off_than_its_level(weight: np.ndarray, bits: int, size: int) -> None:
     blocks = quantize_blocks(weight, bits, size)
@@ -104,7 +106,7 @@ def test_no_weight_is_further_off_than_its_level(weight: np.ndarray, bits: int, 
     event(f"zeros: {not weight.any()}, a remainder: {weight.shape[1] % size != 0}")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=100)
 @given(weight=weights, size=st.sampled_from(SIZES))
 def test_of_all_scales_that_which_loses_least(weight: np.ndarray, size: int) -> None:
     given_ = padded(weight, size)
@@ -123,6 +125,17 @@ def test_of_all_scales_that_which_loses_least(weight: np.ndarray, size: int) -> 
 # How they are packed
 
 
+def test_the_first_of_two_lies_low() -> None:
+    row = np.zeros((1, 16), dtype=np.float32)
+    row[0, :4] = -8, 7, 3, -1  # a scale of 1 is exact
+    blocks = quantize_blocks(row, 4, 16)
+    assert blocks.scales.tolist() == [[1.0]] and blocks.floats()[0, :4].tolist() == [-8, 7, 3, -1]
+    assert blocks.integers.tolist() == [[[0x0 | 0xF << 4, 0xB | 0x7 << 4, *[0x88] * 6]]]
+    row[0, :4] = -128, 127, 3, -1
+    blocks = quantize_blocks(row, 8, 16)
+    assert blocks.scales.tolist() == [[1.0]] and blocks.integers.tolist() == [[[0, 255, 131, 127, *[128] * 12]]]
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_many_rows_are_rounded_a_few_at_a_time(monkeypatch, bits: int) -> None:
     weight = gaussian(np.random.default_rng(1), 10, 70)
@@ -138,7 +151,7 @@ def test_many_rows_are_rounded_a_few_at_a_time(monkeypatch, bits: int) -> None:
 # A scale for each output
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=200)
 @given(weight=weights, per_channel=st.booleans(), reduce_range=st.booleans())
 def test_no_weight_is_further_off_than_half_a_level(weight: np.ndarray, per_channel: bool, reduce_range: bool) -> None:
     channels = quantize_channels(weight, per_channel=per_channel, reduce_range=reduce_range)
@@ -182,22 +195,23 @@ def product(rows: np.ndarray, scheme: Scheme) -> GraphBuilder:
     return graph
 
 
+@pytest.mark.parametrize("maker", [some_zero, any_scale], ids=lambda maker: maker.__name__)
 @pytest.mark.parametrize("width", [40, 64])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bits", BITS)
-def test_onnxruntime_reads_the_blocks_as_we_do(width: int, size: int, bits: int) -> None:
+def test_onnxruntime_reads_the_blocks_as_we_do(maker: Any, width: int, size: int, bits: int) -> None:
     """Each weight for itself: the product with the unit vectors, in fp32."""
-    rows = any_scale(np.random.default_rng(2), 7, width)
+    rows = maker(np.random.default_rng(2), 7, width)
     graph = product(rows, Scheme(bits=bits, block_size=size, accuracy_level=1))
     assert operators(graph) == ["MatMulNBits", "Neg"]
     (z,) = run(graph, x=np.eye(width, dtype=np.float32))
     blocks = quantize_blocks(rows, bits, size)
     np.testing.assert_allclose(-z.T, blocks.floats()[:, :width], rtol=1e-6, atol=0)
     wrong = QuantizedBlocks(np.roll(blocks.integers, 1, axis=2), blocks.scales, bits, size)
-    assert not np.allclose(-z.T, wrong.floats()[:, :width], rtol=1e-3)
+    assert not rows.any() or not np.allclose(-z.T, wrong.floats()[:, :width], rtol=1e-3)
 
 
-@pytest.mark.parametrize("level", [0, 1, 4])
+@pytest.mark.parametrize("level", range(5))
 @pytest.mark.parametrize("bits", BITS)
 def test_every_accuracy_level_multiplies(bits: int, level: int) -> None:
     rng = np.random.default_rng(4)
@@ -205,12 +219,12 @@ def test_every_accuracy_level_multiplies(bits: int, level: int) -> None:
     (z,) = run(product(rows, Scheme(bits=bits, block_size=32, accuracy_level=level)), x=x)
     exact = -(x.astype(np.float64) @ quantize_blocks(rows, bits, 32).floats().T.astype(np.float64))
     off = np.abs(z - exact).max() / exact.std()
-    assert off < (0.05 if level == 4 else 1e-5), "of 8 bits where that is asked for"
+    assert off < (0.05 if level == 4 else 0.01 if level in (2, 3) else 1e-5), "of 8 bits where that is asked for"
 
 
 @pytest.mark.parametrize("options", [{}, dict(per_channel=False), dict(reduce_range=True)], ids=str)
 @pytest.mark.parametrize("method", ["dynamic", "static"])
-@pytest.mark.parametrize("shift", [0.7, -6], ids=["both signs", "all below 0"])
+@pytest.mark.parametrize("shift", [0.7, 6, -6], ids=["both signs", "all above 0", "all below 0"])
 def test_products_of_integers(method: str, options: dict[str, bool], shift: float) -> None:
     rng = np.random.default_rng(5)
     rows, x = gaussian(rng, 24, 96), gaussian(rng, 9, 96) + np.float32(shift)
@@ -266,10 +280,11 @@ def look_up(table: np.ndarray, scheme: Scheme, tied: bool = False) -> GraphBuild
     return graph
 
 
+@pytest.mark.parametrize("width", [40, 64])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bits", BITS)
-def test_rows_are_looked_up_as_they_are_stored(size: int, bits: int) -> None:
-    table, width = gaussian(np.random.default_rng(6), 50, 40), 40
+def test_rows_are_looked_up_as_they_are_stored(width: int, size: int, bits: int) -> None:
+    table = gaussian(np.random.default_rng(6), 50, width)
     graph = look_up(table, Scheme(bits=bits, block_size=size))
     assert "GatherBlockQuantized" in operators(graph) and "shared.weight" not in graph.weights
     ids = np.array([[0, 49, 7], [7, 8, 31]])

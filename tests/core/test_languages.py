@@ -36,7 +36,7 @@ from t5accel.decoding.streaming import stream_text
 from t5accel.errors import InputError
 from t5accel.models.families import BEYOND_T5
 from t5accel.models.load import data_folder
-from t5accel.models.prefixes import Languages
+from t5accel.models.prefixes import Languages, prefixes_of
 from t5accel.models.random_init import random_model
 from t5accel.serve.app import make_app
 from t5accel.serve.batch.job import Model, Settings, run
@@ -283,18 +283,23 @@ def test_requests_of_one_running_batch_write_different_languages(make, kind: str
         assert tokens == expected[language, options.get("num_beams", 1)][source]
 
 
-def test_transformers_own_search_is_told_as_well(make, monkeypatch) -> None:
+def test_transformers_own_search_is_told_as_well(make) -> None:
     """Where the model's ``generation_config`` asks for what our loops do not apply."""
-    made = make("mbart")
-    monkeypatch.setattr(made.model.generation_config, "no_repeat_ngram_size", 2)
-    batch = made.source(TEXTS, made.other)
-    answer = by_defaults(TorchEager(made.model), max_new_tokens=LONGEST, num_beams=1, **made.first(made.other))
-    found = answer(batch["input_ids"].numpy(), batch["attention_mask"].numpy())
-    assert ended(found, made.model) == made.answers(made.other)[0]
+    for kind in ("mbart", "nllb"):
+        made = make(kind)
+        made.model.generation_config.no_repeat_ngram_size = 2
+        try:
+            backend = TorchEager(made.model)
+            batch = made.source(TEXTS, made.other)
+            answer = by_defaults(backend, max_new_tokens=LONGEST, num_beams=1, **made.first(made.other))
+            found = answer(batch["input_ids"].numpy(), batch["attention_mask"].numpy())
+            assert ended(found, made.model) == made.answers(made.other)[0]
+        finally:
+            made.model.generation_config.no_repeat_ngram_size = None
 
 
 @pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
-@pytest.mark.parametrize("kind", ["mbart", "m2m100"])
+@pytest.mark.parametrize("kind", ["nllb", "mbart", "m2m100"])
 def test_run_and_batch_take_the_names(make, kind: str, tmp_path: Path) -> None:
     made = make(kind)
     tokenizer = tokenizer_of(made.folder)
@@ -416,6 +421,20 @@ def test_a_prefix_stands_in_front_and_its_absence_is_mentioned_once(exported_min
     refused(partial(text_to_text, TokenizerFile(exported_mini), lambda ids, mask: ids), "prefix", None, 5, ["a"])
 
 
+@pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
+def test_the_hint_names_the_prefixes_of_the_configuration(mini, tmp_path: Path) -> None:
+    model, prefix = copy.deepcopy(mini[0]), "translate English to French: "
+    model.config.task_specific_params = {"a": {"prefix": prefix}, "b": {"num_beams": 2}, "c": {"prefix": None}}
+    model.save_pretrained(tmp_path)
+    mini[1].save_pretrained(tmp_path)
+    backend, _, _ = open_backend(tmp_path, progress=False)
+    assert prefixes_of(backend, str(tmp_path)) == (prefix,) == prefixes_of(TorchEager(model), "own")
+    for text, hinted in (("I am tired.", True), (prefix + "I am tired.", False), ("fix: He go.", False)):
+        result = call("run", text, "--model", tmp_path)
+        assert result.exit_code == 0 and (f'--prefix "{prefix}".' in result.stderr) is hinted, result.stderr
+    assert prefixes_of(TorchEager(mini[0]), "own") == ()
+
+
 # Requests to the server
 
 
@@ -524,7 +543,7 @@ def test_threads_ask_for_different_languages(make) -> None:
     def work(language: str) -> None:
         expected = made.source(TEXTS, language)["input_ids"].numpy()
         begin.wait(timeout=30)
-        for _ in range(8):
+        for _ in range(20):
             text_to_text(tokenizer, lambda ids, mask: np.testing.assert_array_equal(ids, expected) or ids,
                          src_lang=language)(TEXTS)  # fmt: skip
 

@@ -132,6 +132,16 @@ def test_versions_name_what_is_installed_and_import_nothing(monkeypatch):
     assert machine.versions() == {"numpy": "9.9", "onnxruntime-gpu": "9.9"}
 
 
+def test_peak_memory_never_falls_and_follows_a_big_allocation():
+    before = machine.peak_memory_bytes()
+    big = bytearray(64 << 20)
+    big[::4096] = b"x" * len(big[::4096])  # touch every page, or the kernel hands out none
+    held = machine.resident_memory_bytes()
+    del big
+    assert held >= 64 << 20
+    assert machine.peak_memory_bytes() >= max(before, held - (1 << 20))
+
+
 @pytest.mark.skipif(not LINUX, reason="the inherited peak is Linux's")
 def test_a_small_child_does_not_report_its_parents_peak():
     code = (
@@ -144,7 +154,25 @@ def test_a_small_child_does_not_report_its_parents_peak():
     assert 1 << 20 < int(done.stdout) < 200 << 20
 
 
+def test_peak_memory_from_getrusage_knows_its_unit(monkeypatch):
+    pytest.importorskip("resource")
+    monkeypatch.setattr(machine, "_read", lambda path: None)
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+    kib_counted = machine.peak_memory_bytes()
+    monkeypatch.setattr(machine.sys, "platform", "darwin")
+    assert machine.peak_memory_bytes() * 1024 == pytest.approx(kib_counted, rel=0.2)
+
+
 # --- rates ------------------------------------------------------------------------------------------------------------
+
+
+def test_bandwidth_is_that_of_the_best_pass_and_every_byte_is_read(monkeypatch):
+    read, seconds, dot = [], [2.0, 1.0, 4.0], machine.np.dot
+    monkeypatch.setattr(machine.np, "dot", lambda a, b, out: read.append(a.nbytes) or dot(a, b, out=out))
+    monkeypatch.setattr(machine.timeit, "repeat", lambda run, number, repeat: read.clear() or run() or seconds)
+    rates = machine.read_rates(3 << 20, passes=3)
+    assert rates == [sum(read) / one for one in seconds] and sum(read) >= 60 << 20
+    assert machine.bandwidth_bytes_per_s(3 << 20) == max(rates)
 
 
 def test_bad_values_say_what_was_given():

@@ -183,6 +183,20 @@ def test_a_broken_generate_scores_lower_everywhere(scorers: None) -> None:
     assert q.has_answer.exact_match < 20 and q.all.f1 < 60 and q.no_answer.f1 == 100
 
 
+def test_halves_and_buckets_are_scored_on_their_own_rows(scorers: None) -> None:
+    unseen = {
+        evaluation.source_text("summaries", r) for r in evaluation.rows("summaries") if evaluation.half(r) == "unseen"
+    }
+    long = {evaluation.source_text("translation", r) for r in evaluation.rows("translation")[200:]}
+    report = evaluation.evaluate(
+        lambda sources: ["?" if s in unseen | long else ANSWERS[s] for s in sources], names=["summaries", "translation"]
+    )
+    assert report.summaries.seen.rouge1 == 100 and report.summaries.unseen.rouge1 == 0
+    assert report.summaries.all.rouge1 == pytest.approx(50)
+    assert report.translation.bleu_by_length["6-8"] == pytest.approx(100) and report.questions is None
+    assert report.translation.bleu_by_length["9-14"] < 1
+
+
 def test_what_evaluate_refuses() -> None:
     def unasked(sources: list[str]) -> list[str]:
         return pytest.fail("generate was called")

@@ -23,22 +23,24 @@ import onnxruntime
 import psutil
 import pytest
 import torch
-from programs import ATOL, PROGRAM, check_as_it_was, check_program, histories_of, logits_after_all
+from programs import ATOL, PROGRAM, Watched, check_as_it_was, check_program, histories_of, logits_after_all
 from refused import refused
 from test_encoder_cache import check, in_threads, logits_of
 
 from bench.baselines.ort_cuda_graph import OrtCaptured
 from bench.baselines.ort_iobinding import OrtBound
+from bench.profiling import bytes_per_step
 from t5accel.backends import ort_cuda, ort_memory
 from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
 from t5accel.backends.ort_memory import run_into
-from t5accel.backends.ort_numpy import OrtNumpy, expand_index_to_heads
+from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, expand_index_to_heads
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.export import export_model
+from t5accel.models.sizes import T5Dims
 from t5accel.parity import assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,12 +70,12 @@ def test_all_runtimes_agree_to_the_last_bit(opened, padded_batch) -> None:
         np.testing.assert_array_equal(other, logits[0])
 
 
-def test_the_earlier_past_is_freed(exported) -> None:
+def test_the_earlier_past_is_freed(runtime, exported) -> None:
     """Between two steps there is one past in memory. Its tensors are so large that the system has them back at once.
 
     The least of several steps counts, after one that loads what is loaded once: other tests' memory comes and goes.
     """
-    backend = OrtNumpy(exported("shallower-decoder"), settings=SessionSettings(threads=1, arena=False))
+    backend = runtime(exported("shallower-decoder"), settings=SessionSettings(threads=1, arena=False))
     batch, rows, length, process = 64, 32, 160, psutil.Process()
     state = backend.new_state(backend.encode(np.full((batch, 1), 5), np.ones((batch, 1), dtype=np.int64)), rows)
     backend.step(state, np.full((batch, rows, 1), 7))
@@ -93,9 +95,8 @@ def test_the_earlier_past_is_freed(exported) -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_large_batches_are_encoded_in_slices(exported, tiny_t5, padded_batch, monkeypatch, side: str) -> None:
+def test_large_batches_are_encoded_in_slices(own, tiny_t5, padded_batch, monkeypatch, side: str) -> None:
     """A few rows at a time, none longer than its slice has to be; those of full length are not copied."""
-    own = OrtNumpy(exported(), settings=ONE_THREAD)
     ids, mask = padded_batch if side == "right" else (array[:, ::-1] for array in padded_batch)
     seen: list[tuple[tuple[int, ...], bool]] = []
 
@@ -171,8 +172,8 @@ BROKEN: dict[str, Broken] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_backend_is_caught(exported, tiny_t5, padded_batch, broken: str) -> None:
-    own = OrtNumpy(exported(), settings=ONE_THREAD)
+def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, broken: str) -> None:
+    check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
     vars(own).update(BROKEN[broken](own))
     with pytest.raises(AssertionError, match="not close"):
         check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
@@ -181,15 +182,15 @@ def test_a_broken_backend_is_caught(exported, tiny_t5, padded_batch, broken: str
 # Bad input
 
 
-def test_invalid_arguments(exported, padded_batch, tmp_path: Path) -> None:
-    open_ = partial(OrtNumpy, exported(), settings=ONE_THREAD)
+def test_invalid_arguments(runtime, exported, padded_batch, tmp_path: Path) -> None:
+    open_ = partial(runtime, exported(), settings=ONE_THREAD)
     assert open_(max_source_tokens=9).encode(*padded_batch).mask.shape == (6, 9)
     with pytest.raises(InputError, match="max_source_tokens"):
         open_(max_source_tokens=9).encode(np.full((1, 10), 5), np.ones((1, 10), dtype=np.int64))
     refused(open_, "max_source_tokens", 0, 1.5, "9", True)
     refused(open_, "settings", "cpu", {"threads": 1})
-    refused(OrtNumpy, "folder", None, 5, "", b"x")
-    refused(OrtNumpy, "folder", tmp_path, match="no export", error=ExportError)
+    refused(runtime, "folder", None, 5, "", b"x")
+    refused(runtime, "folder", tmp_path, match="no export", error=ExportError)
 
 
 def test_invalid_settings(exported) -> None:
@@ -297,9 +298,27 @@ def test_on_cuda(runtime: type[OrtNumpy], exported, tiny_t5, kind: str, padded_b
 # The encoder cache and threads
 
 
-def test_threads_share_a_backend(opened, padded_batch) -> None:
+def test_splitting_and_joining_make_new_memory(opened, runtime, padded_batch) -> None:
+    """That they are the same sources is in `test_conformance`."""
+    backend = opened(runtime)
+    source, dims = backend.encode(*padded_batch), backend.dims
+    parts = [*backend.split(source), backend.join([source])]
+    assert [part.mask.shape for part in parts] == [(1, n) for n in (9, 5, 3, 7, 2, 8)] + [(6, 9)]
+    assert backend.source_bytes(source) == 6 * 9 * (2 * sum(dims.cross_heads) * dims.d_kv * 4 + 8)
+
+    def addresses(of: OrtSource) -> set[int]:
+        arrays = (backend._array(value) for value in of.inputs.values())
+        return {array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data for array in arrays}
+
+    own = addresses(source)
+    assert len(own) == 7 and not any(own & addresses(part) for part in parts)
+    single = backend.encode(*(array[:1] for array in padded_batch))
+    assert not addresses(single) & (addresses(backend.join([single])) | addresses(backend.split(single)[0]))
+
+
+def test_threads_share_a_backend(opened, runtime, padded_batch) -> None:
     """Each decodes sources of their own; one encodes and starts, too, and one decodes a source that all share."""
-    backend, (ids, mask) = opened(OrtNumpy), padded_batch
+    backend, (ids, mask) = opened(runtime), padded_batch
     shared, new = backend.encode(ids, mask), histories_of(6, 2, 6)
     begin = threading.Barrier(4)
 
@@ -317,7 +336,7 @@ def test_threads_share_a_backend(opened, padded_batch) -> None:
 
     def work(number: int) -> None:
         begin.wait(timeout=30)
-        for _ in range(6):
+        for _ in range(12):
             rows = slice(2 * number - 2, 2 * number)
             source = shared if number == 0 else backend.encode(ids[rows], mask[rows])
             for one, other in zip(decode(source, new if number == 0 else new[:2]), expected[number], strict=True):
@@ -336,8 +355,11 @@ GATHERING = {  # the argument, and the number of tensors
 }
 
 
+@pytest.mark.parametrize("share", [0, 0.99])
 @pytest.mark.parametrize("method", GATHERING)
-def test_a_failed_gather_leaves_the_state_as_it_was(own, tiny_t5, padded_batch, monkeypatch, method: str) -> None:
+def test_a_failed_gather_leaves_the_state_as_it_was(
+    own, tiny_t5, padded_batch, monkeypatch, method: str, share: float
+) -> None:
     argument, tensors = GATHERING[method]
     state = own.new_state(own.encode(*padded_batch), 2)
     own.step(state, np.full((6, 2, 3), 5))
@@ -345,7 +367,7 @@ def test_a_failed_gather_leaves_the_state_as_it_was(own, tiny_t5, padded_batch, 
 
     def failing(*arguments: Any) -> Any:
         calls.append(1)
-        if len(calls) == tensors:  # the last one
+        if len(calls) > int(share * tensors):
             raise MemoryError
         return hold(*arguments)
 
@@ -441,6 +463,102 @@ def test_a_greedy_step_copies_only_tokens_to_the_host(exported, tiny_t5, padded_
     np.testing.assert_array_equal(found, expected)
 
 
+def test_the_session_writes_into_bound_tensors(opened, padded_batch, monkeypatch) -> None:
+    """A step returns as past what was bound, without a copy; cross-attention is bound once."""
+    backend = opened(OrtPointers)
+    bound: dict[str, torch.Tensor] = {}
+
+    def recording(binding: Any, name: str, tensor: torch.Tensor, **options: Any) -> None:
+        bound[name] = tensor
+        bind_tensor(binding, name, tensor, **options)
+
+    monkeypatch.setattr(ort_cuda, "bind_tensor", recording)
+    state = backend.new_state(backend.encode(*padded_batch))
+    for _ in range(2):
+        before = state.past
+        backend.step(state, histories_of(6, 1, 2))
+        assert all(bound[name] is tensor for name, tensor in zip(backend.past_names, before, strict=True))
+        assert all(bound[name] is tensor for name, tensor in zip(backend.outputs[1:], state.past, strict=True))
+        assert all(bound[name] is state.source.inputs[name] for name in backend.cross_names)
+    bound.clear()
+    backend.step(state, histories_of(6, 1, 2))
+    assert bound and not bound.keys() & set(backend.cross_names)
+
+
+def test_its_tensors_are_contiguous_after_every_operation(opened, padded_batch) -> None:
+    backend, new = opened(OrtPointers), histories_of(6, 2, 3)
+    state = backend.new_state(backend.encode(*padded_batch), 2)
+    for change in (
+        lambda: backend.step(state, new),
+        lambda: backend.rollback(state, np.array([[1, 3]] * 6)),
+        lambda: backend.reorder(state, np.array([[1, 1]] * 6)),
+        lambda: backend.select_sources(state, np.array([5, 2])),
+        lambda: backend.step(state, new[:2]),
+    ):
+        change()
+        assert all(tensor.is_contiguous() for tensor in [*state.past, *state.source.inputs.values()])
+
+
+# Bytes
+
+
+def kind_of(name: str) -> str:
+    part = name.split("_")[0]
+    if part in ("past", "present") and name != "past_mask":
+        return "self_attention"
+    return "cross_attention" if part == "cross" else name
+
+
+def by_kind(arrays: dict[str, np.ndarray]) -> dict[str, int]:
+    sizes: dict[str, int] = dict.fromkeys(map(kind_of, arrays), 0)
+    for name, array in arrays.items():
+        sizes[kind_of(name)] += array.nbytes
+    return sizes
+
+
+@pytest.mark.parametrize("past", [0, 4])
+@pytest.mark.parametrize("way", ["fed", "bound"])
+def test_the_bytes_of_a_step_are_those_of_its_arrays(exported, padded_batch, monkeypatch, way: str, past: int) -> None:
+    backend = {"fed": OrtNumpy, "bound": OrtBound}[way](exported(), settings=ONE_THREAD)
+    state, new = backend.new_state(backend.encode(*padded_batch), 2), histories_of(6, 2, 4)
+    if past:
+        backend.step(state, new)
+    handed_in: dict[str, np.ndarray] = {}
+    taken_back: dict[str, np.ndarray] = {}
+
+    def run_fed(run: Callable[..., Any], names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        results = run(names, feeds)
+        handed_in.update(feeds)
+        taken_back.update(zip(names, results, strict=True))
+        return results
+
+    if way == "fed":
+        backend.decoder = Watched(backend.decoder, run_fed)
+    else:
+        bind = onnxruntime.IOBinding.bind_cpu_input
+        noted = lambda self, name, array: (handed_in.__setitem__(name, array), bind(self, name, array))  # noqa: E731
+        monkeypatch.setattr(onnxruntime.IOBinding, "bind_cpu_input", noted)
+    logits = backend.step(state, new[:, :, :3])
+    expected = bytes_per_step(backend.dims, batch=6, rows=2, past=past, new=3, source=9)[way]
+    assert by_kind(handed_in) == expected.handed_in
+    assert by_kind(taken_back or {"logits": logits}) == expected.taken_back
+
+
+def test_bytes_of_unequal_layers_and_half_precision() -> None:
+    dims = T5Dims(100, 8, 6, (2,), (1, 3), (2, 1), (16,), (16, 16), gated=False, tied=True)
+    step = bytes_per_step(dims, batch=2, rows=3, past=5, new=1, source=7, element_bytes=2)
+    assert step["fed"].handed_in == {
+        "input_ids": 2 * 3 * 8,
+        "past_mask": 2 * 3 * 5 * 8,
+        "self_attention": 2 * 3 * 5 * (1 + 3) * 6 * 2 * 2,
+        "cross_attention": 2 * 7 * (2 + 1) * 6 * 2 * 2,
+        "attention_mask": 2 * 7 * 8,
+    }
+    assert step["fed"].taken_back == {"logits": 2 * 3 * 100 * 4, "self_attention": 2 * 3 * 6 * (1 + 3) * 6 * 2 * 2}
+    assert step["bound"].handed_in == {"input_ids": 48, "past_mask": 240}
+    assert step["bound"].taken_back == {"logits": 2400}
+
+
 # Other processes
 
 
@@ -487,15 +605,16 @@ def test_translates_without_torch_and_transformers(exported_mini, mini) -> None:
     assert answer.stdout.splitlines() == expected and len(set(expected)) == 2
 
 
-def test_a_copy_opens_the_folder_again(runtime, exported, padded_batch) -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("wrap", [lambda one: one, partial(EncoderCache, max_bytes=1000)], ids=["bare", "cached"])
+def test_a_copy_opens_the_folder_again(runtime, exported, padded_batch, copied, wrap) -> None:
     settings = SessionSettings(threads=1, spinning=False)
     own = runtime(exported(), settings=settings, max_source_tokens=9)
     own.rules = dataclasses.replace(own.rules, suppress_tokens=(7,))
-    cached = EncoderCache(own, max_bytes=1000)
-    for wrapped, found in ((own, copy.deepcopy(own)), (cached, pickle.loads(pickle.dumps(cached)))):
-        assert type(found) is type(wrapped) and found is not wrapped
-        assert (found.settings, found.max_source_tokens, found.rules) == (settings, 9, own.rules)
-        np.testing.assert_array_equal(*(greedy(one, *padded_batch, max_new_tokens=6).sequences for one in (own, found)))
+    found = copied(wrap(own))
+    assert type(found) is type(wrap(own)) and found is not own
+    assert (found.settings, found.max_source_tokens, found.rules) == (settings, 9, own.rules)
+    np.testing.assert_array_equal(*(greedy(one, *padded_batch, max_new_tokens=6).sequences for one in (own, found)))
 
 
 def test_a_pickle_of_another_export_is_refused(exported, tiny_t5, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.errors import ExportError
 from t5accel.graphs.contract import STEP
-from t5accel.graphs.export import export_model
+from t5accel.graphs.export import export_model, t5_weights
+from t5accel.graphs.fused_step import step_graph
 from t5accel.parity import assert_close
 from t5accel.precision.convert import convert_export
 
 ONE_THREAD = SessionSettings(threads=1)
-PRECISIONS = ("fp32", "int8")
+PRECISIONS = ("fp32", "int8", "int4")
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +72,17 @@ def test_no_weight_is_stored_twice(opened) -> None:
         assert (backend.folder / STEP).stat().st_size < 100_000, "they lie in the file that all graphs share"
 
 
-def test_in_integers_it_is_as_near_as_another_order_of_additions(folder_of, padded_batch) -> None:
+def test_a_step_is_a_third_of_the_nodes(tiny_t5) -> None:
+    kinds = [node.op_type for node in step_graph(t5_weights(tiny_t5())).nodes]
+    assert kinds.count("DecoderMaskedMultiHeadAttention") == kinds.count("MultiHeadAttention") == 3
+    assert kinds.count("SkipSimplifiedLayerNormalization") == 9
+    assert len(kinds) < 90
+
+
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
+def test_in_integers_it_is_as_near_as_another_order_of_additions(folder_of, precision: str, padded_batch) -> None:
     """Activations are rounded at each step, so the least difference in floats moves logits, whichever graph it is."""
-    (ids, mask), precision = padded_batch, "int8"
+    ids, mask = padded_batch
     new = np.random.default_rng(5).integers(3, 300, (6, 1, 12))
 
     def logits(kind: type[OrtNumpy], level: str = "all") -> np.ndarray:
@@ -99,6 +109,18 @@ def test_buffers_grow_and_keep_the_past(own, folder_of, padded_batch) -> None:
     np.testing.assert_array_equal(found.sequences, expected.sequences)
 
 
+def test_the_next_call_reuses_the_memory(own, padded_batch) -> None:
+    ids, mask = padded_batch
+
+    def address(count: int) -> int:
+        state = own.new_state(own.encode(ids, mask))
+        tokens_of(own, state, np.zeros((6, 1), dtype=np.int64), count)
+        return next(iter(state.buffers.capacity.values())).ctypes.data
+
+    grown = address(COLUMNS + 1)
+    assert address(3) == address(COLUMNS + 1) == grown, "it is not allocated a second time, and need not grow again"
+
+
 def test_contents_of_unused_memory_are_never_read(own, padded_batch, monkeypatch) -> None:
     """NaN in a masked column would give NaN: a rule of the operator."""
     ids, mask = padded_batch
@@ -120,6 +142,24 @@ def run_with_guests(backend: OrtStatic, ids: np.ndarray, mask: np.ndarray) -> np
     first = tokens_of(backend, state, np.zeros((2, 1), dtype=np.int64), 3)[-1]
     backend.add_sources(state, backend.encode(ids[2:4], mask[2:4]))
     return tokens_of(backend, state, np.concatenate([first, np.zeros_like(first)]), 4)[-1]
+
+
+def test_beams_copy_only_the_columns_that_differ(opened, padded_batch) -> None:
+    """Beams have nearly all of their history in common."""
+    ids, mask = padded_batch
+    backend = opened["fp32"]
+    state = backend.new_state(backend.encode(ids[:1], mask[:1]), 3)
+    for token in (0, 7, 8):
+        backend.next_tokens(state, np.full((1, 3, 1), token))
+    backend.next_tokens(state, np.array([[[4], [5], [6]]]))
+    backend.reorder(state, np.array([[1, 1, 0]]))
+    copied = [new.shape for _, _, new in state.buffers.pending_copies]
+    assert [shape[3] for shape in copied] == [1] * len(copied), "the column in which they differ"
+    assert [shape[1] for shape in copied] == [2] * len(copied), "rows 0 and 2"
+    state.buffers.flush()
+    for group in state.buffers.kv.values():
+        np.testing.assert_array_equal(group[:, 0, :, :4], group[:, 1, :, :4])
+        assert (group[:, 2, :, 3] != group[:, 1, :, 3]).any()
 
 
 def test_interrupted_copies_are_made_again(own, padded_batch) -> None:
@@ -255,7 +295,7 @@ def together(backend: Any, sources: list[np.ndarray], program: list[tuple[str, i
 
 
 # A row alone may choose between two tokens that are so near to each other that the others' company decides.
-TIE = {"fp32": 1e-4, "int8": 0.06}
+TIE = {"fp32": 1e-4, "int8": 0.06, "int4": 0.06}
 
 
 def check_visits(backend: Any, precision: str, seed: int, program: list[tuple[str, int]], longest: int = 80) -> int:
@@ -273,7 +313,7 @@ def check_visits(backend: Any, precision: str, seed: int, program: list[tuple[st
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 999), program=visits())
 def test_rows_join_and_leave_unnoticed(opened, precision: str, seed: int, program: list[tuple[str, int]]) -> None:
     check_visits(opened[precision], precision, seed, program)
@@ -306,6 +346,23 @@ def test_a_planted_fault_is_noticed(own, monkeypatch, fault: Callable[[pytest.Mo
 def visitor(backend: OrtStatic, length: int) -> Any:
     ids = np.random.default_rng(length).integers(3, 298, (1, length))
     return backend.encode(ids, np.ones_like(ids))
+
+
+def test_only_newcomers_are_copied_until_one_is_longer_than_the_capacity(own) -> None:
+    source = partial(visitor, own)
+    state = own.new_state(source(20))
+    tokens = tokens_of(own, state, np.zeros((1, 1), dtype=np.int64), 2)[-1]
+    own.add_sources(state, source(30))
+    anew = state.recopied_bytes
+    assert anew > 0, "the first one makes room"
+    own.select_sources(state, np.array([1]))
+    own.add_sources(state, source(40))
+    assert state.recopied_bytes == anew, "there is room for this one"
+    place = next(iter(state.buffers.capacity.values()))
+    own.next_tokens(state, np.array([[[tokens[0, 0]]], [[0]]]))
+    assert next(iter(state.buffers.capacity.values())) is place
+    own.add_sources(state, source(70))
+    assert state.recopied_bytes > anew
 
 
 def test_the_capacity_doubles(own) -> None:

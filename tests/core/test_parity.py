@@ -10,11 +10,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
 
-from t5accel.errors import InputError
+from t5accel.errors import InputError, T5AccelError
 from t5accel.parity import ParityError, assert_close, assert_varied, token_agreement
 
 # the machine may be busy with other work: a slow example is no failure
 unhurried = settings(deadline=None, max_examples=60)
+
+
+rows_of_tokens = st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=4)
+
+
+@unhurried
+@given(rows_of_tokens, st.data())
+def test_token_agreement_is_symmetric_bounded_and_blind_to_padding(a, data) -> None:
+    b = data.draw(st.lists(st.lists(st.integers(1, 4), min_size=2, max_size=6).map(lambda r: (r + [0] * 6)[:6]),
+                           min_size=len(a), max_size=len(a)))  # fmt: skip
+    share = token_agreement(a, b, 0)
+    assert 0 <= share <= 1 and share == token_agreement(b, a, 0)
+    assert share == token_agreement(np.pad(a, ((0, 0), (0, 3))), b, 0)
+    assert token_agreement(b, b, 0) == 1
+    order = np.random.default_rng(0).permutation(len(a))
+    assert share == token_agreement(np.array(a)[order], np.array(b)[order], 0)
+
+
+@unhurried
+@given(rows_of_tokens, st.data())
+def test_one_changed_token_costs_one_position(a, data) -> None:
+    a = np.array(a) + 1  # no padding
+    i, j = data.draw(st.integers(0, len(a) - 1)), data.draw(st.integers(0, 3))
+    b = a.copy()
+    b[i, j] += 1
+    assert token_agreement(a, b, 0) == pytest.approx(1 - 1 / a.size)
 
 
 def test_token_agreement_counts_to_the_end_of_the_longer_row() -> None:
@@ -57,6 +83,18 @@ def test_parity_returns_the_largest_difference() -> None:
     assert assert_close([True, False], [True, False], atol=0) == 0
     assert assert_close(1.5, 1.0, atol=0, rtol=0.5) == 0.5
     assert assert_close([-np.inf, 1], [-np.inf, 1], atol=0) == 0  # masked logits
+
+
+def test_parity_error_informs() -> None:
+    expected = np.ones((2, 3), np.float32) * 2
+    actual = expected.astype(np.float64)
+    actual[1, 2], actual[0, 1] = 2.5, 2.001
+    with pytest.raises(ParityError) as caught:
+        assert_close(actual, expected, atol=1e-4)
+    for fact in ("2 of 6", "shape (2, 3)", "float64 against float32", "max abs 0.5", "max rel 0.25", "worst at (1, 2)",
+                 "actual 2.5", "expected 2.0", "atol=0.0001"):  # fmt: skip
+        assert fact in str(caught.value)
+    assert isinstance(caught.value, AssertionError) and isinstance(caught.value, T5AccelError)
 
 
 @pytest.mark.parametrize(("actual", "expected", "where"), [

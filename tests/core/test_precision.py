@@ -18,16 +18,18 @@ from onnx.reference import ReferenceEvaluator
 from programs import logits_after_all
 from refused import refused
 from test_export import histories, same_logits, teacher_forced
-from test_gate import MODELS, forced, lost
+from test_gate import MODELS, RUNTIMES, forced, lost
+from test_rewriting import operators, run
 
-from bench.baselines.ort_iobinding import OrtBound
 from bench.baselines.rescale import rescaled
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding.greedy_search import greedy
-from t5accel.errors import ExportError
+from t5accel.errors import ExportError, NotT5Error
+from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec
 from t5accel.graphs.export import export_model
+from t5accel.graphs.layers import LOWEST
 from t5accel.graphs.manifest import read_manifest
 from t5accel.graphs.rewriting import load_graphs
 from t5accel.parity import ParityError
@@ -35,18 +37,132 @@ from t5accel.precision.calibration import (
     CalibrationSample,
     collect_ranges,
 )
-from t5accel.precision.fp16 import LARGEST, export_fp16, nodes_in_fp32
+from t5accel.precision.fp16 import LARGEST, MARGIN, convert_graph_fp16, export_fp16, nodes_in_fp32
 from t5accel.precision.recipes import RECIPES, Recipe, Scheme, recipe_from_json
 
 ONE_THREAD = SessionSettings(threads=1)
 ERROR, OTHERS = 4e-3, 0.02  # of fp16, with its 11 bits: in units of the logits' spread, and of other tokens
 
 
+def by_numpy(graph: GraphBuilder, **feeds: np.ndarray) -> list[np.ndarray]:
+    """All outputs, by ONNX's own evaluator: fp16 is numpy's fp16 there, on whatever machine."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return ReferenceEvaluator(graph.proto()).run(None, feeds)
+
+
+# Two nodes
+
+
+def square_root_of_square() -> GraphBuilder:
+    graph = GraphBuilder("two")
+    x = graph.input("x", "float32", ["N"])
+    graph.output(graph.op("Sqrt", graph.op("Mul", x, x, output="square"), output="y"), "float32", ["N"])
+    return graph
+
+
+def test_two_nodes_in_fp16() -> None:
+    graph = square_root_of_square()
+    convert_graph_fp16(graph)
+    assert operators(graph) == ["Mul", "Sqrt"]
+    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.inputs, *graph.outputs)}
+    assert types == {"x": onnx.TensorProto.FLOAT16, "y": onnx.TensorProto.FLOAT16}
+    onnx.checker.check_model(graph.proto(), full_check=True)
+    (y,) = by_numpy(graph, x=np.array([3, -200, 300, 1e-5], dtype=np.float16))
+    assert y.dtype == np.float16 and y[:2].tolist() == [3, 200]
+    assert np.isinf(y[2]) and y[3] == 0, "90,000 is beyond the end, and 1e-10 below the beginning"
+
+
+def test_two_nodes_that_stay_in_fp32() -> None:
+    graph = square_root_of_square()
+    convert_graph_fp16(graph, ["Mul:square", "Sqrt:y"])
+    assert operators(graph) == ["Cast", "Mul", "Sqrt", "Cast"], "one cast for both operands, none in between"
+    onnx.checker.check_model(graph.proto(), full_check=True)
+    x = np.array([3, -200, 300, 1e-5], dtype=np.float16)
+    for y in (by_numpy(graph, x=x)[0], run(graph, x=x)[0]):
+        assert y.dtype == np.float16
+        np.testing.assert_allclose(y, np.abs(x), rtol=1e-3)
+
+
+def test_weights_are_stored_in_fp16_whoever_reads_them() -> None:
+    graph = GraphBuilder("weights")
+    x, weight = graph.input("x", "float32", ["N", 2]), np.array([[1 / 3, 1e6], [-3e38, 1e-9]], dtype=np.float32)
+    one = graph.op("MatMul", x, graph.weight("w", weight), output="one")
+    graph.output(graph.op("MatMul", one, "w", output="two"), "float32", ["N", 2])
+    graph.output(graph.op("Add", one, graph.constant(np.float32(2)), output="three"), "float32", ["N", 2])
+    convert_graph_fp16(graph, ["MatMul:two"])
+    assert {name: array.dtype.name for name, array in graph.weights.items()} == {
+        "w.fp16": "float16", "constant_0.fp16": "float16"}  # fmt: skip
+    np.testing.assert_array_equal(
+        graph.weights["w.fp16"], np.array([[1 / 3, LARGEST], [-LARGEST, 1e-9]], dtype=np.float16))  # fmt: skip
+    assert Counter(operators(graph)) == {"MatMul": 2, "Add": 1, "Cast": 3}, "of the weight, of `one`, of `two`"
+    onnx.checker.check_model(graph.proto(), full_check=True)
+
+
+def test_logits_leave_in_fp32_and_integers_stay() -> None:
+    graph = GraphBuilder("logits")
+    ids = graph.input("ids", "int64", ["N"])
+    padded = graph.op("Cast", graph.op("Sub", graph.constant(1), ids), to=onnx.TensorProto.FLOAT)
+    masked = graph.op("Mul", padded, graph.constant(LOWEST), output="masked")
+    graph.output(graph.op("Neg", masked, output="logits"), "float32", ["N"])
+    graph.output(graph.op("Shape", masked, output="shape"), "int64", [1])
+    convert_graph_fp16(graph)
+    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.inputs, *graph.outputs)}
+    assert types == {"ids": onnx.TensorProto.INT64, "logits": onnx.TensorProto.FLOAT, "shape": onnx.TensorProto.INT64}
+    assert operators(graph).count("Cast") == 2, "that of the mask, to fp16 now, and one of the logits"
+    onnx.checker.check_model(graph.proto(), full_check=True)
+    for logits, shape in (by_numpy(graph, ids=np.array([1, 0])), run(graph, ids=np.array([1, 0]))):
+        assert logits.dtype == np.float32 and logits.tolist() == [0, LARGEST] and shape.tolist() == [2]
+
+
 # Which nodes stay
 
 
-def test_every_wo_and_norm_of_a_model_stays(exported) -> None:
-    folder = exported("gated-untied")
+def norm_and_product() -> GraphBuilder:
+    """A sum, T5's norm of it, and a feed-forward's two products, which it is added to."""
+    graph = GraphBuilder("decoder")
+    x = graph.input("x", "float32", ["N", 8])
+    hidden = graph.op("Add", x, x, output="sum")
+    mean = graph.op("ReduceMean", graph.op("Pow", hidden, graph.constant(np.float32(2))), graph.constant([-1]))
+    root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(np.float32(1e-6)), output="safe"))
+    normed = graph.op(
+        "Mul", graph.op("Div", hidden, root), graph.weight("norm", np.ones(8, np.float32)), output="normed"
+    )
+    rng = np.random.default_rng(0)
+    for part in ("wi", "wo"):
+        name = f"decoder.block.0.layer.2.DenseReluDense.{part}.weight.T"
+        normed = graph.op("MatMul", normed, graph.weight(name, rng.normal(size=(8, 8)).astype(np.float32)), output=part)
+    graph.output(graph.op("Add", hidden, normed, output="y"), "float32", ["N", 8])
+    return graph
+
+
+def test_what_is_known_of_t5_stays_in_fp32() -> None:
+    graph = norm_and_product()
+    kept = nodes_in_fp32(graph)
+    assert [name.split(":")[0] for name in kept] == ["Add", "Pow", "ReduceMean", "Add", "Sqrt", "Div", "MatMul"]
+    assert {"Add:sum", "Add:safe", "MatMul:wo"} <= set(kept) and not {"MatMul:wi", "Mul:normed", "Add:y"} & set(kept)
+    before = by_numpy(graph, x=np.full((1, 8), 500, dtype=np.float32))[0]
+    naive, half = norm_and_product(), norm_and_product()
+    convert_graph_fp16(naive)
+    convert_graph_fp16(half, kept)
+    x = np.full((1, 8), 500, dtype=np.float16)
+    np.testing.assert_allclose(by_numpy(half, x=x)[0], before, rtol=2e-3, atol=1)
+    assert np.abs(by_numpy(naive, x=x)[0].astype(float) - before).max() > 1, "squares of 1,000 are beyond the end"
+
+
+def test_what_a_probe_has_seen_stays_in_fp32() -> None:
+    graph = norm_and_product()
+    assert not {"MatMul:wi", "Add:y"} & set(nodes_in_fp32(graph, {"wi": LARGEST / MARGIN * 0.99, "y": 100.0}))
+    for value in (LARGEST / MARGIN * 1.01, 1e9, float("inf"), float("nan")):
+        assert "MatMul:wi" in nodes_in_fp32(graph, {"wi": value})
+        assert "Add:y" in nodes_in_fp32(graph, {"y": value})
+    assert {"Mul:normed", "MatMul:wi"} <= set(nodes_in_fp32(graph, {"normed": 1e9})), "who makes it and who reads it"
+    assert nodes_in_fp32(graph, {"of another graph": 1e9}) == nodes_in_fp32(graph)
+
+
+@pytest.mark.parametrize("model", ["deeper-decoder", "gated-untied"])
+def test_every_wo_and_norm_of_a_model_stays(exported, model: str) -> None:
+    kind, sizes = MODELS[model]
+    folder = exported(kind, **sizes)
     for name, graph in load_graphs([folder / ENCODER, folder / DECODER]).items():
         kept = set(nodes_in_fp32(graph))
         by_name = {node.name: node for node in graph.nodes}
@@ -89,7 +205,7 @@ def test_logits_and_tokens_are_near_those_of_fp32(exported, half, padded_batch, 
     assert actual.dtype == np.float32
     error, other = lost(actual, expected)
     assert 1e-5 < error < ERROR and other <= OTHERS
-    np.testing.assert_array_equal(forced(half(model), padded_batch, new, [3, 4], OrtBound), actual)
+    np.testing.assert_array_equal(forced(half(model), padded_batch, new, [3, 4], RUNTIMES[1]), actual)
     blind = forced(half(model), [padded_batch[0], np.ones_like(padded_batch[1])], new)
     assert lost(blind, expected)[0] > 10 * ERROR, "the mask should reach it"
 
@@ -119,8 +235,9 @@ def test_the_same_by_arithmetic_in_fp16(exported, half, padded_batch, model: str
     assert error < 3 * ERROR and other <= 2 * OTHERS
 
 
-def test_histories_are_reordered_and_trimmed_as_in_fp32(exported, half, padded_batch) -> None:
-    new, backends = histories(6, 2, 5), [OrtNumpy(folder, settings=ONE_THREAD) for folder in (half(), exported())]
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_histories_are_reordered_and_trimmed_as_in_fp32(exported, half, padded_batch, runtime: Any) -> None:
+    new, backends = histories(6, 2, 5), [runtime(folder, settings=ONE_THREAD) for folder in (half(), exported())]
     assert lost(*(logits_after_all(backend, *padded_batch, new) for backend in backends))[0] < ERROR
     for backend in backends:
         state = backend.new_state(backend.encode(*padded_batch), 2)
@@ -218,8 +335,9 @@ def watching(model: Any) -> Iterator[dict[str, tuple[float, float]]]:
             hook.remove()
 
 
-def test_the_probe_sees_what_torch_computes(tiny_t5, exported, padded_batch) -> None:
-    kind, sizes = MODELS["byt5"]
+@pytest.mark.parametrize("model", ["deeper-decoder", "byt5"])
+def test_the_probe_sees_what_torch_computes(tiny_t5, exported, padded_batch, model: str) -> None:
+    kind, sizes = MODELS[model]
     own, (ids, mask) = tiny_t5(kind, **sizes), padded_batch
     new = histories(6, 1, 7)[:, 0]
     examples = [CalibrationSample(ids, mask, new), CalibrationSample(ids[:2, :3], mask[:2, :3], new[2:4])]
@@ -238,6 +356,17 @@ def test_the_probe_sees_what_torch_computes(tiny_t5, exported, padded_batch) -> 
     assert all(one.low > -1e6 for one in seen), "masks are left aside"
 
 
+def test_where_the_probe_saw_it(exported, padded_batch) -> None:
+    seen = collect_ranges(exported(), [CalibrationSample(*padded_batch, histories(6, 1, 4)[:, 0])])
+    assert [one.graph for one in seen] == sorted((one.graph for one in seen), reverse=True), "the encoder comes first"
+    assert len({(one.graph, one.value) for one in seen}) == len(seen) > 200
+    assert seen[0].place == "embedding" and seen[0].operator == "Gather" and seen[0].weight is None
+    wo = {one.weight: one.place for one in seen if one.weight and ".wo." in one.weight}
+    assert len(wo) == 5 and wo["decoder.block.2.layer.2.DenseReluDense.wo.weight.T"] == "decoder.2.wo"
+    assert any(one.value == "logits" and one.place == "lm_head" for one in seen)
+    assert all(one.low >= 0 and one.high <= 1 for one in seen if one.operator == "Softmax")
+
+
 def test_what_cannot_be_probed(exported, half, padded_batch, tmp_path: Path) -> None:
     one = CalibrationSample(*padded_batch, histories(6, 1, 4)[:, 0])
     ids, mask, tokens = one
@@ -245,7 +374,7 @@ def test_what_cannot_be_probed(exported, half, padded_batch, tmp_path: Path) -> 
     def convert(example: Any) -> Any:
         return export_fp16(exported(), tmp_path / "new", examples=[example])
 
-    for wrong in (tokens[:5], tokens * 0.5, tokens + 300):
+    for wrong in (tokens[:, :0], tokens[:5], tokens * 0.5, None, tokens + 300):
         refused(convert, "example", one._replace(decoder_input_ids=wrong), match="decoder_input_ids")
     refused(convert, "example", one._replace(input_ids=ids + 300), one._replace(input_ids=ids * 0.5), match="input_ids")
     refused(convert, "example", one._replace(attention_mask=mask[:, :3]), match="attention_mask")
@@ -261,7 +390,8 @@ def test_what_cannot_be_probed(exported, half, padded_batch, tmp_path: Path) -> 
 # A model whose numbers are too large
 
 
-@pytest.mark.parametrize(("kind", "factor"), [("deeper-decoder", 256.0), ("gated-untied", 3)])
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied"])
+@pytest.mark.parametrize("factor", [256.0, 3])
 def test_rescaled_it_computes_the_same(tiny_t5, padded_batch, kind: str, factor: float) -> None:
     model, new = tiny_t5(kind), histories(6, 1, 9)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -282,6 +412,11 @@ def test_rescaled_it_computes_the_same(tiny_t5, padded_batch, kind: str, factor:
         same_logits(teacher_forced(spoilt, *padded_batch, new), expected)
 
 
+def test_what_is_not_rescaled(tiny_t5) -> None:
+    refused(partial(rescaled, tiny_t5()), "factor", 0, float("inf"), "2", None, match="^factor")
+    refused(lambda model: rescaled(model, 2.0), "model", torch.nn.Linear(2, 2), match="", error=NotT5Error)
+
+
 FACTOR = 4096.0  # with which the squares in the norms, and the sums, pass the end of fp16 and the embedding does not
 
 
@@ -298,7 +433,7 @@ def enormous(tiny_t5, tmp_path_factory) -> Callable[[str], Path]:
     return export
 
 
-@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
 def test_the_list_of_a_probe_mends_what_a_general_converter_breaks(
     enormous, exported, padded_batch, tmp_path: Path, kind: str
 ) -> None:

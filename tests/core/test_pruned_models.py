@@ -67,7 +67,8 @@ def test_a_narrow_model_is_saved_and_loaded(tiny_t5, padded_batch, tmp_path: Pat
         assert json.loads((folder / "config.json").read_text())["architectures"] == [type(whole).__name__]
 
 
-@pytest.mark.parametrize(("kind", "beams"), [("gated-untied", 1), ("umt5", 3)])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("kind", NARROW)
 def test_generate_with_its_cache_and_without(tiny_t5, padded_batch, kind: str, beams: int) -> None:
     model = narrowed(tiny_t5(kind))
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -80,7 +81,7 @@ def test_generate_with_its_cache_and_without(tiny_t5, padded_batch, kind: str, b
 
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
-@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
+@pytest.mark.parametrize("kind", NARROW)
 def test_every_layer_has_position_biases_of_its_own(tiny_t5, padded_batch, kind: str, stack: str) -> None:
     model = narrowed(tiny_t5(kind))
     before = teacher_forced(model, *padded_batch, NEW)
@@ -90,6 +91,14 @@ def test_every_layer_has_position_biases_of_its_own(tiny_t5, padded_batch, kind:
         attention.relative_attention_bias.weight.mul_(-1.0)
     with pytest.raises(ParityError):
         same_logits(teacher_forced(model, *padded_batch, NEW), before)
+
+
+def test_a_narrow_model_can_be_trained(tiny_t5, padded_batch) -> None:
+    model = narrowed(tiny_t5()).train()
+    ids, mask = map(torch.as_tensor, padded_batch)
+    model(input_ids=ids, attention_mask=mask, labels=torch.as_tensor(NEW[:, 0].copy())).loss.backward()
+    without = [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()]
+    assert without == []
 
 
 def test_new_matrices_are_of_the_old_ones_type_and_a_second_time_adds_no_hook(tiny_t5) -> None:
@@ -109,12 +118,12 @@ WRONG: list[Any] = [
 ]  # fmt: skip
 
 
-def test_wrong_widths_are_refused_and_change_nothing(tiny_t5) -> None:
+@pytest.mark.parametrize("sizes", WRONG, ids=str)
+def test_wrong_widths_are_refused_and_change_nothing(tiny_t5, sizes: Any) -> None:
     model = copy.deepcopy(tiny_t5())
-    for sizes in WRONG:
-        with pytest.raises(InputError, match="layer_widths"):
-            resize(model, sizes)
-        assert layer_widths(model) == FULL and not hasattr(model.config, "layer_widths")
+    with pytest.raises(InputError, match="layer_widths"):
+        resize(model, sizes)
+    assert layer_widths(model) == FULL and not hasattr(model.config, "layer_widths")
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from test_importance import some_kept
 from test_pruned_models import generated, narrowed
 
 import t5accel.distillation.pruning as module
+from bench.baselines.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
@@ -41,7 +42,8 @@ from t5accel.distillation.pruning import PruneConfig, prune, prune_to
 from t5accel.distillation.student import shrink_decoder
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER
-from t5accel.graphs.export import export_model
+from t5accel.graphs.export import export_model, t5_weights
+from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.models.load import load_model
 from t5accel.models.pruned import layer_widths, prunable_modules
 from t5accel.models.sizes import T5Dims
@@ -95,8 +97,9 @@ def test_a_pruned_model_equals_the_masked_one(tiny_t5, padded_batch, kind: str) 
     assert same_weights(model, before) and model.config.to_dict() == config
 
 
-def test_another_head_or_another_heads_biases_are_noticed(tiny_t5, padded_batch) -> None:
-    model = tiny_t5("umt5")
+@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
+def test_another_head_or_another_heads_biases_are_noticed(tiny_t5, padded_batch, kind: str) -> None:
+    model = tiny_t5(kind)
     whole = Gates(model).kept()
     kept, other = {**whole, SECOND: (1, 3)}, {**whole, SECOND: (1, 2)}
     expected = masked(model, kept, padded_batch)
@@ -109,6 +112,52 @@ def test_another_head_or_another_heads_biases_are_noticed(tiny_t5, padded_batch)
         table.copy_(table.flip(1))
     with pytest.raises(ParityError):
         equal(teacher_forced(small, *padded_batch, NEW), expected)
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_layers_look_up_the_biases_of_one_table_once(tiny_t5, kind: str, stack: str) -> None:
+    """As long as their tables hold the same columns: after more training, or in UMT5, each layer has its own."""
+    model = tiny_t5(kind)
+    first, second = (f"{stack}.block.{layer}.layer.0.SelfAttention" for layer in (0, 1))
+    small = prune_to(model, {**Gates(model).kept(), first: (0, 2, 3), second: (1, 2)})
+    build = {"encoder": encoder_graph, "decoder": decoder_graph}[stack]
+    layers, shares = len(layer_widths(model)[f"{stack}_heads"]), kind != "umt5"
+
+    def tables(t5: Any) -> list[tuple[int, ...]]:
+        graph = build(t5_weights(t5))
+        names = [node.input[0] for node in graph.nodes if node.op_type == "Gather" and "by_distance" in node.input[0]]
+        return [graph.weights[name].shape for name in names]
+
+    assert len(tables(model)) == (1 if shares else layers)
+    assert [heads for heads, _ in tables(small)] == ([4] if shares else [3, 2, *[4] * (layers - 2)])
+    with torch.no_grad():
+        for layer in range(layers):
+            own = small.get_submodule(f"{stack}.block.{layer}.layer.0.SelfAttention").relative_attention_bias.weight
+            own += layer  # so that no two layers have a column in common
+    assert len(tables(small)) == layers
+
+
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
+def test_it_is_really_smaller(tiny_t5, tmp_path: Path, kind: str) -> None:
+    model = tiny_t5(kind)
+    kept = some_kept(Gates(model), 1, at_least=1)
+    small = prune_to(model, kept)
+    expected = model.num_parameters()
+    for name, indices in kept.items():
+        part = model.get_submodule(name)
+        if name.endswith("Attention"):
+            expected -= (4 - len(indices)) * 4 * 12 * 32
+            if name.endswith("SelfAttention"):  # every layer has biases of its own
+                expected += 32 * len(indices) - (32 * 4 if hasattr(part, "relative_attention_bias") else 0)
+        else:
+            expected -= (64 - len(indices)) * 32 * (2 if kind == "deeper-decoder" else 3)
+    assert small.num_parameters() == expected < model.num_parameters()
+    sizes = []
+    for at, saved in enumerate((model, small)):
+        saved.save_pretrained(tmp_path / str(at))
+        sizes.append((tmp_path / str(at) / "model.safetensors").stat().st_size)
+    assert sizes[0] - sizes[1] == pytest.approx(4 * (model.num_parameters() - expected), abs=2000)  # the headers
 
 
 def test_pruned_models_are_pruned_and_shrunk_again(tiny_t5, padded_batch, tmp_path: Path) -> None:
@@ -165,11 +214,11 @@ def test_its_export_gives_its_logits_and_tokens(pruned, padded_batch) -> None:
     assert tuple(heads) == T5Dims.of(model).decoder_heads
     tokens = generated(model, *padded_batch, num_beams=1)[:, 1:]
     assert_varied(tokens)
-    for backend in (OrtNumpy(folder), TorchEager(model)):
+    for backend in (OrtNumpy(folder), OrtBound(folder), TorchEager(model)):
         np.testing.assert_array_equal(greedy(backend, *padded_batch, max_new_tokens=8).sequences, tokens)
 
 
-@pytest.mark.parametrize("build", [OrtNumpy, TorchEager])
+@pytest.mark.parametrize("build", [OrtNumpy, OrtBound, TorchEager])
 def test_beams_and_histories_of_unequal_heads(pruned, padded_batch, build: Any) -> None:
     model, folder = pruned
     backend = build(model if build is TorchEager else folder)
@@ -226,11 +275,12 @@ def test_ever_more_is_masked_while_the_rest_learns_and_then_removed(
     assert not student.training and {weight.grad for weight in model.parameters()} == {None}
 
 
+@pytest.mark.parametrize("importance", ["taylor", "movement"])
 def test_an_interrupted_run_ends_with_exactly_the_model_of_an_uninterrupted_one(
-    tiny_t5, tmp_path: Path, monkeypatch
+    tiny_t5, tmp_path: Path, monkeypatch, importance: str
 ) -> None:
     often(monkeypatch)
-    config = replace(CONFIG, importance="movement")
+    config = replace(CONFIG, importance=importance)
     whole = run(tiny_t5(), tmp_path / "whole", config, validate=looking())
     assert [row["step"] for row in log(tmp_path / "whole")] == [4, 8]
     interrupt(monkeypatch, after=5)
@@ -275,7 +325,9 @@ def test_what_is_left_learns_from_the_whole_model_or_from_another_teacher(tiny_t
     assert not same_weights(by_another, told)
 
 
-@pytest.mark.parametrize("config", [dict(steps=1), dict(steps=4, rising=1.0, every=3)], ids=str)
+@pytest.mark.parametrize(
+    "config", [dict(steps=1), dict(steps=3, every=25), dict(steps=4, rising=1.0, every=3)], ids=str
+)
 def test_few_steps_remove_all_that_was_asked_for(tiny_t5, tmp_path: Path, config: dict[str, Any]) -> None:
     student = run(tiny_t5(), tmp_path, replace(CONFIG, importance="magnitude", **config))
     kept = select_kept(

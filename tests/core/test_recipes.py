@@ -1,4 +1,4 @@
-"""Recipes: what may stand in one, how it is written down and read again, and which product belongs to which group."""
+"""Recipes: what may stand in one, how it is written down and read again, and which weight belongs to which group."""
 
 from __future__ import annotations
 
@@ -165,6 +165,28 @@ def test_what_a_later_release_adds_is_left_aside() -> None:
 
 
 # Groups
+
+
+def expected_group(name: str) -> str | None:
+    """By transformers' name of a weight, said in another way."""
+    if name in ("shared.weight", "lm_head.weight"):
+        return "lm_head"
+    stack, _, layer, *rest = name.split(".")
+    if "relative_attention_bias" in rest or "Attention" not in name and "Dense" not in name:
+        return None
+    return f"{stack}.{layer}.{'attention' if 'Dense' not in name else 'wo' if 'wo' in rest else 'feed_forward'}"
+
+
+@pytest.mark.parametrize("name", ["shallower-decoder", "gated-untied", "umt5"])
+def test_every_weight_of_a_model_belongs_to_its_group(tiny_t5, name: str) -> None:
+    kind, sizes = MODELS[name]
+    model = tiny_t5(kind, **sizes)
+    found = {weight: group_of(weight) for weight, _ in model.named_parameters()}
+    assert found == {weight: expected_group(weight) for weight in found}
+    assert {group_of(f"{weight}.T") for weight in found} == set(found.values()), "as products have it"
+    norms = {weight for weight, group in found.items() if group is None}
+    assert norms and all("norm" in weight or "relative" in weight for weight in norms)
+    assert all(Recipe("x", kept=(group,)) for group in found.values() if group)
 
 
 def three(stack: str, layer: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Changing finished graphs: products are found, and a broken graph is refused."""
+"""Changing finished graphs: products are found, nodes replaced, unread ones dropped, and a broken graph refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from t5accel.errors import ExportError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.rewriting import WeightMatMul, check_graph, find_matmuls, rewrite_nodes
+from t5accel.graphs.rewriting import WeightMatMul, check_graph, drop_unused, find_matmuls, rewrite_nodes, sort_nodes
 
 WEIGHT = np.array([[1, 2], [3, 4], [5, 7]], dtype=np.float32)  # (K, N) = (3, 2)
 X = np.array([[1, -2, 0.5], [0, 3, 4]], dtype=np.float32)
@@ -40,6 +42,22 @@ def two_nodes(transposed: bool = False) -> GraphBuilder:
     weight = graph.weight("w", stored)
     y = graph.op("MatMul", x, graph.op("Transpose", weight, perm=[1, 0]) if transposed else weight, output="y")
     graph.output(graph.op("Neg", y, output="z"), "float32", ["N", 2])
+    return graph
+
+
+def branches() -> GraphBuilder:
+    """``z`` (3,) is ``a + w`` if ``yes``, else ``-b``; ``a`` is twice ``x``, ``b`` its square, ``c`` for nobody."""
+    graph = GraphBuilder("branches")
+    x, yes = graph.input("x", "float32", [3]), graph.input("yes", "bool", [])
+    graph.op("Add", x, x, output="a")
+    graph.op("Mul", x, x, output="b")
+    graph.op("Abs", "b", output="c")
+    then, otherwise = graph.branch("then"), graph.branch("otherwise")
+    then.output(then.op("Add", "a", then.weight("w", WEIGHT[:, 0]), output="z_then"), "float32", [3])
+    otherwise.output(otherwise.op("Neg", "b", output="z_otherwise"), "float32", [3])
+    graph.if_else(yes, then, otherwise, ["z"])
+    graph.output("z", "float32", [3])
+    graph.weight("nobody's", WEIGHT)
     return graph
 
 
@@ -76,6 +94,24 @@ def test_what_is_no_product_with_a_weight() -> None:
 # Other nodes in the place of one
 
 
+def test_nodes_are_put_in_the_place_of_one() -> None:
+    graph = two_nodes()
+    before = run(graph, x=X)
+
+    def in_two_halves(graph: GraphBuilder, node: onnx.NodeProto) -> bool:
+        if node.op_type != "MatMul":
+            return False
+        halves = [
+            graph.op("MatMul", node.input[0], graph.weight(f"half.{sign}", sign * WEIGHT / 2)) for sign in (3, -1)
+        ]
+        graph.op("Add", *halves, output=node.output[0])
+        return True
+
+    rewrite_nodes(graph, in_two_halves)
+    assert operators(graph) == ["MatMul", "MatMul", "Add", "Neg"] and graph.weights.keys() == {"half.3", "half.-1"}
+    np.testing.assert_allclose(run(graph, x=X), before)
+
+
 CHANGES: dict[str, tuple[Callable[[GraphBuilder], Any], str]] = {
     "nothing in its place": (lambda graph: None, "two is not valid: .*input 'y' of node: name: Neg:z"),
     "twice": (
@@ -101,7 +137,44 @@ def test_a_change_that_breaks_the_graph_is_refused(how: str) -> None:
         rewrite_nodes(two_nodes(), replace)
 
 
+# What nobody reads
+
+
+def test_what_nobody_reads_is_dropped() -> None:
+    graph = two_nodes()
+    for _ in range(3):  # a chain, of which only the end is read by nobody
+        graph.op("Abs", graph.nodes[-1].output[0])
+    graph.op("MatMul", "x", graph.weight("extra", WEIGHT))
+    graph.op("QuickGelu", "y", domain="com.microsoft")
+    before = run(two_nodes(), x=X)
+    drop_unused(graph)
+    assert operators(graph) == ["MatMul", "Neg"] and list(graph.weights) == ["w"] and graph.opsets == {"": 20}
+    check_graph(graph)
+    np.testing.assert_array_equal(run(graph, x=X), before)
+
+
+def test_what_a_branch_reads_stays() -> None:
+    graph = branches()
+    drop_unused(graph)
+    assert operators(graph) == ["Add", "Mul", "If"] and list(graph.weights) == ["w"]
+    check_graph(graph)
+    x = X[0]
+    np.testing.assert_array_equal(run(graph, x=x, yes=np.array(True))[0], 2 * x + WEIGHT[:, 0])
+    np.testing.assert_array_equal(run(graph, x=x, yes=np.array(False))[0], -(x**2))
+
+
 # What is checked
+
+
+def test_branches_are_looked_into() -> None:
+    graph = branches()
+    graph.nodes = [*graph.nodes[1:], graph.nodes[0]]
+    with pytest.raises(ExportError, match="'a'"):
+        check_graph(graph)
+    graph = branches()
+    del graph.weights["w"]
+    with pytest.raises(ExportError, match="'w'"):
+        check_graph(graph)
 
 
 def test_weights_of_any_size_are_checked_without_being_copied() -> None:
@@ -113,4 +186,33 @@ def test_weights_of_any_size_are_checked_without_being_copied() -> None:
     check_graph(graph)
     graph.output("nothing", "float32", ["N"])
     with pytest.raises(ExportError, match="Graph output 'nothing'"):
+        check_graph(graph)
+
+
+# The order
+
+
+@settings(deadline=None, max_examples=40)
+@given(order=st.permutations(range(4)))
+def test_any_order_is_put_right(order: list[int]) -> None:
+    graph, feeds = branches(), dict(x=X[0], yes=np.array(True))
+    expected, nodes = run(graph, **feeds), list(graph.nodes)
+    graph.nodes = [nodes[number] for number in order]
+    sort_nodes(graph)
+    check_graph(graph)
+    assert sorted(map(str, graph.nodes)) == sorted(map(str, nodes))
+    np.testing.assert_array_equal(run(graph, **feeds), expected)
+
+
+def test_circles_are_named() -> None:
+    graph = GraphBuilder("circle")
+    x = graph.input("x", "float32", [3])
+    graph.op("Add", x, "c", output="a")
+    graph.op("Neg", "a", output="b")
+    graph.op("Abs", "b", output="c")
+    graph.output(graph.op("Neg", x, output="y"), "float32", [3])
+    with pytest.raises(ExportError, match="Graph circle: .* wait for each other") as caught:
+        sort_nodes(graph)
+    assert all(name in str(caught.value) for name in ("Add:a", "Neg:b", "Abs:c")) and "Neg:y" not in str(caught.value)
+    with pytest.raises(ExportError, match="Add:a"):
         check_graph(graph)

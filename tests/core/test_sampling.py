@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from refused import refused
 
+from bench.baselines.ort_iobinding import OrtBound
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
@@ -136,12 +137,15 @@ def test_a_prefix_counts_as_history() -> None:
 
 # Seeds and neighbours
 
+RUNTIMES = [TorchEager, OrtNumpy, OrtBound]
+
 
 def trimmed(sequences: np.ndarray) -> list[list[int]]:
     return [row[: np.flatnonzero(row)[-1] + 1].tolist() if row.any() else [] for row in sequences]
 
 
-@pytest.mark.parametrize(("name", "runtime"), [("deeper-decoder", TorchEager), ("umt5", OrtNumpy)])
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("name", ["deeper-decoder", "umt5"])
 def test_draws_depend_on_the_seed_and_place_alone(opened, padded_batch, name: str, runtime: Any) -> None:
     engine, (ids, mask) = opened(runtime, name), padded_batch
     options: dict[str, Any] = dict(sampling=WARM, seed=5, num_return_sequences=3, max_new_tokens=9)
@@ -161,8 +165,8 @@ def test_draws_depend_on_the_seed_and_place_alone(opened, padded_batch, name: st
     np.testing.assert_array_equal(fewer, found[[0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16]])
 
 
-def test_with_one_token_left_it_is_greedy_search(tiny_t5, padded_batch) -> None:
-    backend = TorchEager(tiny_t5())
+def test_with_one_token_left_it_is_greedy_search(tiny_t5, kind: str, padded_batch) -> None:
+    backend = TorchEager(tiny_t5(kind))
     expected = greedy(backend, *padded_batch, max_new_tokens=12).sequences
     assert_varied(expected)
     for sampling in (
@@ -210,4 +214,6 @@ def test_invalid_options() -> None:
     refused(call, "beams", 3, match="beams")
     refused(partial(call, top_k=3), "sampling", SamplingParams(), match="sampling")
     refused(call, "temperature", 0, match="temperature")
+    refused(call, "max_new_tokens", 0)
     refused(call, "min_new_tokens", 70, match="min_new_tokens")
+    refused(call, "decoder_input_ids", [[1], [2]], match="for each of 1")

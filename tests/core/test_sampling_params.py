@@ -80,7 +80,7 @@ def edges(logits: np.ndarray, history: np.ndarray, sampling: SamplingParams) -> 
     return bool(near_p or np.abs(ratio - sampling.min_p).min() < 1e-5)
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     seed=st.integers(0, 2**16),
     vocab_size=st.sampled_from([2, 3, 17, 300]),
@@ -148,7 +148,7 @@ def test_draws_follow_the_odds() -> None:
     np.testing.assert_array_equal(draw(np.tile(odds * 7, (1000, 1)), uniform), tokens)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from([0.0, 0.0, 1e-300, 1e-17, 0.3, 1.0, 5.0]), min_size=1, max_size=6), st.floats(0, 1))
 def test_impossible_tokens_are_never_drawn(odds: list[float], uniform: float) -> None:
     assume(sum(odds) > 0)

@@ -18,7 +18,7 @@ from bench import evaluation
 from bench.precision import agreement, text_quality
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
-from t5accel.distillation.student import make_validator
+from t5accel.distillation.validation import make_validator
 from t5accel.errors import ExportError, InputError, ModelUnavailableError
 from t5accel.metrics import ROW_SCORES
 from t5accel.precision.calibration import CalibrationSample
@@ -55,18 +55,32 @@ def by_numpy(one: Any, other: Any, examples: list[CalibrationSample]) -> dict[st
 # Agreement
 
 
-def test_agreement_as_numpy_has_it(tiny_t5, exported, examples, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["deeper-decoder", "mt5"])
+def test_agreement_as_numpy_has_it(tiny_t5, exported, examples, tmp_path: Path, kind: str) -> None:
     def blur(model: Any) -> None:
         wo = model.decoder.block[-1].layer[-1].DenseReluDense.wo.weight
         wo += 0.05 * torch.randn(wo.shape, generator=torch.Generator().manual_seed(0))
 
-    other = changed(tiny_t5(), blur)
+    other = changed(tiny_t5(kind), blur)
     export_model(other, tmp_path / "other")
-    expected = by_numpy(tiny_t5(), other, examples)
+    expected = by_numpy(tiny_t5(kind), other, examples)
     assert 20 < expected["agreement"] < 100 and expected["closeness"] < -1e-4
-    actual = agreement(exported(), examples, threads=1)(tmp_path / "other")
+    actual = agreement(exported(kind), examples, threads=1)(tmp_path / "other")
     assert actual["agreement"] == pytest.approx(expected["agreement"], abs=0.1)
     assert actual["closeness"] == pytest.approx(expected["closeness"], rel=1e-2)
+
+
+def test_closeness_moves_before_a_token_does(tiny_t5, exported, examples, tmp_path: Path) -> None:
+    scores = []
+    for number, size in enumerate((1e-4, 1e-3, 1e-1)):
+
+        def warm(model: Any, size: float = size) -> None:
+            model.decoder.final_layer_norm.weight *= 1 - size
+
+        export_model(changed(tiny_t5(), warm), tmp_path / str(number))
+        scores.append(agreement(exported(), examples, threads=1)(tmp_path / str(number)))
+    assert [score["agreement"] for score in scores] == [100, 100, 100], "the order of the tokens is the same"
+    assert 0 > scores[0]["closeness"] > scores[1]["closeness"] > scores[2]["closeness"]
 
 
 def test_numbers_that_are_none_do_not_agree(tiny_t5, exported, examples, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""BART and its relatives on static buffers, by replays.
+"""BART and its relatives on static buffers, by replays and in fewer bits; and T5's step has no more operators.
 
 `test_families` compares their logits and tokens with transformers'.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from test_families import KINDS, LONGEST, VOCABULARY, ids_of, lively, reference, texts
 from test_torch_static import SMALL, with_graphs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from t5accel import api
 from t5accel.backends.torch_eager import TorchEager
@@ -20,7 +22,7 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.token_constraints import special_tokens
 from t5accel.models.families import BEYOND_T5, family_of_model
-from t5accel.models.random_init import random_model
+from t5accel.models.random_init import random_model, random_t5
 
 __all__ = ["with_graphs"]  # a fixture
 TOLERANCE = 2e-5
@@ -55,9 +57,22 @@ def test_a_replayed_step_and_encoder_give_transformers_tokens(kind: str, with_gr
     assert len(backend._encoders) == 1 and backend.captured
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fewer_bits_stay_near(kind: str, dtype: torch.dtype) -> None:
+    model = lively(kind)
+    (ids, mask), tokens = ids_of(model), prefixes(model, 6)
+    backend = TorchStatic(copy.deepcopy(model).to(dtype), buckets=SMALL)
+    expected = logits(model, ids, mask, tokens)
+    found = backend.step(backend.new_state(backend.encode(ids, mask)), tokens[:, None])[:, 0]
+    rounded = logits(copy.deepcopy(model).to(dtype), ids, mask, tokens)
+    error, theirs = (np.linalg.norm(one - expected) / np.linalg.norm(expected) for one in (found, rounded))
+    assert 0 < error < 1.5 * theirs + 0.01
+
+
 @pytest.mark.parametrize(
     ("activation", "scaled"),
-    [("gelu", True), ("gelu_new", False), ("swish", False), ("gelu_fast", True)],
+    [("gelu", True), ("gelu_new", False), ("relu", True), ("swish", False), ("gelu_fast", True)],
 )
 def test_options_of_configurations(activation: str, scaled: bool) -> None:
     sizes = dict(
@@ -81,10 +96,41 @@ def test_padding_in_what_the_decoder_reads() -> None:
     np.testing.assert_allclose(*(np.concatenate(steps, axis=2) for steps in singly), atol=TOLERANCE)
 
 
+# What T5 pays for the other families: nothing
+
+
+class Operators(TorchDispatchMode):
+    """Counts PyTorch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+STEP = {"t5": 109, "umt5": 115, "mt5": 113}  # as many as before the step knew other families
+
+
+@pytest.mark.parametrize("kind", STEP)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_step_of_t5_asks_for_no_more_operators(kind: str, dtype: torch.dtype) -> None:
+    sizes = dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300)
+    backend = TorchStatic(random_t5(sizes, kind=kind).to(dtype))
+    buffers = backend.new_state(backend.encode(np.full((2, 5), 7), np.ones((2, 5), dtype=int))).buffers
+    with torch.inference_mode(), Operators() as operators:
+        backend.decoder.advance(buffers)
+    assert sum(operators.asked.values()) == STEP[kind], operators.asked
+    products = 6 if dtype == torch.float32 else operators.asked["addmm_"]
+    assert operators.asked["addmm_"] == products and not operators.asked["layer_norm"]
+
+
 # The door
 
 
-@pytest.mark.parametrize("kind", ["bart", "m2m_100"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_accelerate_captures_every_family_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it chooses, on a CPU that it takes for a GPU; the logits are compared on the way."""
     model = lively(kind)

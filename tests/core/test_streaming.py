@@ -45,7 +45,7 @@ def together(chunks: Iterator[list[np.ndarray]]) -> tuple[list[list[int]], int]:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(deadline=None, max_examples=15, derandomize=True)
+@settings(deadline=None, max_examples=25, derandomize=True)
 @given(seed=st.integers(0, 2**16), batch=st.integers(1, 5), longest=st.integers(1, 20), data=st.data())
 def test_chunks_join_to_the_whole_answer(name: str, seed: int, batch: int, longest: int, data: st.DataObject) -> None:
     algorithm, options = ALGORITHMS[name]
@@ -84,6 +84,7 @@ def test_invalid_options_are_refused_at_once() -> None:
     refused(call, "algorithm", "nucleus", None, ["greedy"])
     refused(call, "algorithm", "speculative", match="missing .*draft")
     refused(call, "num_beams", 4, match="num_beams")
+    refused(call, "max_new_tokens", 0)
     for algorithm, option, value in (("sample", "heat", 3), ("prompt_lookup", "max_ngram", 0), ("sample", "seed", -1)):
         refused(partial(call, algorithm=algorithm), option, value)
 
@@ -119,7 +120,7 @@ def chunked(tokens: list[int], seed: int = 0) -> list[list[np.ndarray]]:
     return chunks
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=200)
 @given(
     st.text(st.sampled_from("ab éß漢\U0001f600 .?,'ns\n"), max_size=40), st.integers(0, 100),
     st.sampled_from([Characters(), Tidy()]),
@@ -138,18 +139,19 @@ def test_words_come_one_by_one() -> None:
     assert list(stream_text(Tidy(), ([np.array([token])] for token in tokens))) == ["Où", " est", " la", " gare", "?"]
 
 
-def test_the_bundled_model_speaks_word_by_word(exported_mini, mini) -> None:
+@pytest.mark.parametrize("algorithm", ["greedy", "prompt_lookup"])
+def test_the_bundled_model_speaks_word_by_word(exported_mini, mini, algorithm: str) -> None:
     backend = OrtNumpy(exported_mini, settings=ONE_THREAD)
     for tokenizer in (TokenizerFile(exported_mini), mini[1]):
         for text in ("translate English to French: Where is the station, please?",
                      "summarize: The buses were full. Liam Aloric had raised the alarm in the evening."):  # fmt: skip
             batch = tokenizer([text], return_tensors="np", padding=True)
             whole = greedy(backend, batch["input_ids"], batch["attention_mask"])
-            chunks = stream(backend, batch["input_ids"], batch["attention_mask"])
+            chunks = stream(backend, batch["input_ids"], batch["attention_mask"], algorithm=algorithm)
             pieces = list(stream_text(tokenizer, chunks))
             (expected,) = tokenizer.batch_decode(whole.sequences, skip_special_tokens=True)
             assert "".join(pieces) == expected and len(pieces) > 3
-            assert " " not in pieces[0].strip()
+            assert " " not in pieces[0].strip() or algorithm == "prompt_lookup"
 
 
 def test_invalid_chunks() -> None:

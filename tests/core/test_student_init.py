@@ -59,8 +59,8 @@ def test_more_layers_than_there_are_and_none_are_refused(tiny_t5, count: int) ->
             ask()
 
 
-@pytest.mark.parametrize("kept", [[0], [1, 2], [0, 1, 2]], ids=str)
-@pytest.mark.parametrize("kind", ["gated-untied", "umt5"])
+@pytest.mark.parametrize("kept", [[0], [2], [1, 2], [0, 2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "mt5", "umt5"])
 def test_a_student_is_its_teacher_without_the_other_layers(tiny_t5, padded_batch, kind: str, kept: list[int]) -> None:
     teacher = tiny_t5(kind)
     before, config = state(teacher), teacher.config.to_dict()
@@ -91,8 +91,9 @@ def test_the_position_biases_matter(tiny_t5, padded_batch) -> None:
         same_logits(teacher_forced(student, *padded_batch, NEW), expected)
 
 
-def test_a_student_is_an_ordinary_checkpoint(tiny_t5, padded_batch, tmp_path: Path) -> None:
-    student = shrink_decoder(tiny_t5("umt5"), [2])
+@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "umt5"])
+def test_a_student_is_an_ordinary_checkpoint(tiny_t5, padded_batch, tmp_path: Path, kind: str) -> None:
+    student = shrink_decoder(tiny_t5(kind), [2])
     student.save_pretrained(tmp_path)
     expected = teacher_forced(student, *padded_batch, NEW)
     loaded, tokenizer = load_model(tmp_path)

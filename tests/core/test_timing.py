@@ -17,6 +17,7 @@ from t5accel.errors import InputError, UnequalWorkError
 from t5accel.timing import Candidate, Latency, Work, compare, measure
 
 WORK = Work(batch=1, source_tokens=64, new_tokens=32)
+seconds = st.floats(1e-9, 1e6)
 
 
 class Clock:
@@ -50,6 +51,13 @@ def clock(monkeypatch) -> Clock:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
+@given(st.lists(seconds, min_size=1, max_size=9))
+def test_latency_orders_its_statistics(samples):
+    latency = Latency(samples)
+    assert latency.min_s <= latency.median_s <= latency.max_s
+    assert f"n={len(samples)}" in str(latency)
+
+
 def test_what_is_refused():
     refused(Latency, "samples_s", (), (0.0,), (1.0, -1.0), (math.nan,), (1.0, math.inf), match="at least one|above 0")
     for field in ("batch", "source_tokens", "new_tokens", "beams", "threads"):
@@ -63,6 +71,20 @@ def test_what_is_refused():
     refused(partial(Candidate, "a", work=WORK), "run", None)
     refused(partial(Candidate, run=print, work=WORK), "name", "")
     refused(partial(Candidate, "a", print), "work", {"batch": 1}, match="timing.Work")
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [
+        ((0.0119, 0.0123, 0.0130), "12.3 ms (11.9–13.0, n=3)"),
+        ((2.0,), "2.00 s (2.00–2.00, n=1)"),
+        ((123.4,), "123 s (123–123, n=1)"),
+        ((4e-6, 5e-6), "4.50 µs (4.00–5.00, n=2)"),
+        ((3e-8,), "0.03 µs (0.03–0.03, n=1)"),
+    ],
+)
+def test_latency_prints_its_unit_range_and_count(samples, text):
+    assert str(Latency(samples)) == text
 
 
 def test_latency_per_token_divides_every_sample_and_refuses_zero():

@@ -16,6 +16,9 @@ from programs import own_generate
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
+from bench.baselines.layout_backends import ThreeGraphs
+from bench.baselines.layouts import export_layout
+from bench.baselines.ort_cuda_graph import OrtCaptured
 from t5accel.api import open_backend
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_numpy import OrtNumpy
@@ -131,7 +134,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("least", [{}, dict(min_length=8)], ids=["", "length"])
+@pytest.mark.parametrize("least", [{}, dict(min_length=8), dict(min_new_tokens=6)], ids=["", "length", "new"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_loop_stops_at_any_end(tiny_t5, padded_batch, several_ends, loop: str, least: dict[str, int]) -> None:
     model = with_config(tiny_t5(), eos_token_id=several_ends, **least)
@@ -153,14 +156,17 @@ def test_speculation_stops_at_any_end(tiny_t5, padded_batch, several_ends, sampl
         assert answers(found.sequences, [1, *several_ends]) == expected and found.drafted
 
 
-@pytest.mark.parametrize("runtime", [OrtNumpy, OrtStatic, TorchStatic])
+@pytest.mark.parametrize("runtime", [OrtNumpy, OrtStatic, OrtCaptured, ThreeGraphs, TorchStatic, "uncached"])
 def test_each_runtime_stops_at_any_end(tiny_t5, padded_batch, several_ends, tmp_path: Path, runtime: Any) -> None:
     """A shorter minimum than an answer has, so that buffers, graphs and the shortlist forbid all ends for a while."""
     model = with_config(tiny_t5(), eos_token_id=several_ends, min_new_tokens=5)
     if runtime is TorchStatic:
         backend: Any = TorchStatic(model)
+    elif runtime == "uncached":
+        backend = TorchEager(model, use_cache=False)
     else:
-        export_model(model, tmp_path / "export")
+        export = export_layout if runtime is ThreeGraphs else export_model
+        export(model, tmp_path / "export", **({"layout": "fastt5"} if runtime is ThreeGraphs else {}))
         backend = runtime(tmp_path / "export", settings=ONE)
     expected = expected_of(model, padded_batch, several_ends)
     found = greedy(backend, *padded_batch, max_new_tokens=LONGEST)
@@ -170,7 +176,7 @@ def test_each_runtime_stops_at_any_end(tiny_t5, padded_batch, several_ends, tmp_
 
 
 BEAMS = [
-    dict(num_beams=4, length_penalty=-1.5), dict(num_beams=3, min_length=9),
+    dict(num_beams=2), dict(num_beams=4), dict(num_beams=4, length_penalty=-1.5), dict(num_beams=3, min_length=9),
     dict(num_beams=4, early_stopping=True), dict(num_beams=4, early_stopping="never", length_penalty=2.0),
     dict(num_beams=2, min_new_tokens=6, suppress_tokens=[5, 9]),
     dict(num_beams=3, min_length=8, renormalize_logits=True, bad_words_ids=[[5], [9]]),
@@ -356,6 +362,7 @@ def ran(*arguments: Any) -> str:
 
 DEFAULTS = {
     "no_repeat_ngram_size": (VERY, dict(no_repeat_ngram_size=2)),
+    "min_length": (VERY, dict(min_length=12)),
     "beams": (BIRD, dict(num_beams=4, length_penalty=-2.0)),
 }
 

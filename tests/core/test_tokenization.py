@@ -117,6 +117,35 @@ def test_wrong_texts(mini, answer, backend) -> None:
     refused(partial(generate_texts, backend, mini[1], ["Yes."]), "prefix", 5, b"summarize: ", None)
 
 
+class Letters:
+    """A tokenizer of somebody else, which fails on some texts and on some ids."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, np.ndarray]:
+        if "!" in "".join(texts):
+            raise self.error
+        ids = np.array([[ord(letter) for letter in text] for text in texts])
+        return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+
+    def batch_decode(self, ids: Any, **_: Any) -> list[str]:
+        if 0 in np.asarray(ids):
+            raise self.error
+        return ["".join(map(chr, row)) for row in ids]
+
+
+def test_whatever_a_tokenizer_raises_is_an_input_error() -> None:
+    for error in (BaseException("a panic"), ValueError("no padding token"), MemoryError()):
+        answer = text_to_text(Letters(error), lambda ids, mask: ids - ord("a"))
+        assert answer(["bcd"]) == ["\1\2\3"]
+        for text in ("b!", "abc"):
+            with pytest.raises(InputError, match=type(error).__name__):
+                answer([text])
+    with pytest.raises(KeyboardInterrupt):
+        text_to_text(Letters(KeyboardInterrupt()), lambda ids, mask: ids)(["b!"])
+
+
 def test_wrong_results_of_generate_ids(mini, backend) -> None:
     refused(partial(text_to_text, mini[1]), "generate_ids", None, "greedy", 5)
     results = (

@@ -23,6 +23,7 @@ from t5accel.models.load import data_folder
 from t5accel.tokenization import TokenizerFile, text_to_text
 
 BUNDLED = data_folder() / "mini-t5"
+TASKS = ("translation", "summaries", "questions")
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +57,43 @@ def check(ours: TokenizerFile, theirs: Any, texts: list[str]) -> None:
 # The same as transformers
 
 
-ODD = ["", " ", "\n\t", "</s>", "<pad>", "a</s>b", "<unk> x", "日本語 ☃ 𝔘", "Ａｂ½", "a" * 3000, "e\u0301 é",
-       "\x00\u200b", " 's n't ,"]  # fmt: skip
+@pytest.mark.parametrize("name", TASKS)
+def test_every_text_of_the_evaluation_sets(ours, theirs, name: str) -> None:
+    texts = eval_texts(name)
+    assert len(texts) > 400 and len(set(map(len, texts))) > 50
+    check(ours, theirs, texts)
+    assert (ours(texts)["input_ids"].max(axis=1) > 1).all()
 
 
-def test_every_text_of_the_evaluation_sets_and_odd_texts(ours, theirs) -> None:
-    for name in ("translation", "summaries", "questions"):
-        texts = eval_texts(name)
-        assert len(texts) > 400 and len(set(map(len, texts))) > 50
-        check(ours, theirs, texts)
-        assert (ours(texts)["input_ids"].max(axis=1) > 1).all()
-    for text in ODD:
-        check(ours, theirs, [text, "The house is small."])
+ODD = [
+    "",
+    " ",
+    "\n\t",
+    "</s>",
+    "<pad>",
+    "a</s>b",
+    "<unk> x",
+    "日本語 ☃ 𝔘",
+    "Ａｂ½",
+    "a" * 3000,
+    "e\u0301 é",
+    "\x00\u200b",
+    " 's n't ,",
+]
 
 
-@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("text", ODD)
+def test_odd_texts(ours, theirs, text: str) -> None:
+    check(ours, theirs, [text, "The house is small."])
+
+
+@settings(deadline=None, max_examples=150)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=4))
 def test_any_texts(ours, theirs, texts: list[str]) -> None:
     check(ours, theirs, texts)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=150)
 @given(st.lists(st.lists(st.integers(0, 9000), max_size=8), min_size=1, max_size=4))
 def test_any_ids(ours, theirs, rows: list[list[int]]) -> None:
     """Also those that the model never emits, and rows of different lengths."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,10 @@ from programs import ATOL, teacher_forced
 from refused import refused
 
 from bench.baselines.ort_cuda_graph import OrtCaptured
-from t5accel.backends import torch_static, torch_static_loops, torch_static_rows
+from t5accel.backends import torch_static, torch_static_buffers, torch_static_loops, torch_static_rows
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
+from t5accel.backends.torch_static_buffers import LONGEST_RUN
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import STEPS_PER_SYNC, greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
@@ -25,10 +27,11 @@ from t5accel.parity import assert_close, assert_varied
 SMALL = (8, 16, 32)
 
 
-def test_fewer_bits_stay_near(tiny_t5, padded_batch) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fewer_bits_stay_near(tiny_t5, padded_batch, dtype: torch.dtype) -> None:
     model = tiny_t5()
     new = np.random.default_rng(2).integers(3, 300, (6, 1, 4))
-    exact, near = (TorchStatic(one, buckets=SMALL) for one in (model, copy.deepcopy(model).bfloat16()))
+    exact, near = (TorchStatic(one, buckets=SMALL) for one in (model, copy.deepcopy(model).to(dtype)))
     expected, found = (backend.step(backend.new_state(backend.encode(*padded_batch)), new) for backend in (exact, near))
     assert found.dtype == np.float32 and np.isfinite(found).all()
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
@@ -89,6 +92,17 @@ def test_on_the_trained_model_rows_end_in_the_middle_of_a_run(mini, exported_min
 def test_other_algorithms_run_on_it(tiny_t5, exported, padded_batch, name: str, search: Any) -> None:
     backend = RUNNING[name](tiny_t5(), exported())
     check_eager_tokens(backend, tiny_t5(), padded_batch, search, max_new_tokens=24)
+
+
+def test_a_run_is_bounded_and_counted(tiny_t5, padded_batch) -> None:
+    backend = TorchStatic(tiny_t5())
+    state = backend.new_state(backend.encode(*padded_batch), 2)
+    first = backend.run_greedy(state, 1000)
+    assert first.shape == (6, 2, LONGEST_RUN) and (state.rows.lengths == LONGEST_RUN).all()
+    assert (first[:, 0] == first[:, 1]).all(), "rows of one source began alike"
+    again = backend.new_state(backend.encode(*padded_batch), 2)
+    pieces = [backend.run_greedy(again, k) for k in (1, 30, 33)]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=2), first)
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -193,6 +207,37 @@ def test_a_replayed_step_gives_eager_tokens(tiny_t5, kind: str, padded_batch, wi
     backend = with_graphs(model, buckets=SMALL)
     check_eager_tokens(backend, model, padded_batch, min_new_tokens=20, max_new_tokens=20)
     assert backend.captured == 2  # places for 8, and for 32, since as many steps as are asked for at once need them
+
+
+def test_all_is_captured_in_inference_mode_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream that products run on keeps a workspace; and a graph may not write to inference tensors."""
+    made, modes = [], []
+
+    class Stream(nullcontext):
+        def __init__(self, device: Any):
+            super().__init__()
+            made.append(device)
+
+        def wait_stream(self, other: Any) -> None: ...
+
+    class Graph(nullcontext):
+        def __init__(self, graph: Any, stream: Any):
+            super().__init__()
+            modes.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
+    device = torch.device("cuda", 7)
+    side = torch_static_buffers.side_stream(device)
+    for _ in range(2):
+        torch_static_buffers.capture_graph(
+            lambda: modes.append(torch.is_inference_mode_enabled()), lambda: None, device
+        )
+    torch_static_buffers.side_stream.cache_clear()
+    assert made == [device] and modes == [True, True, side, True] * 2
 
 
 # Bad input

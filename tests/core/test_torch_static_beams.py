@@ -18,6 +18,7 @@ from test_torch_static import with_graphs
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
+from t5accel.backends.torch_static_loops import MAX_LOOPS, BeamLoop
 from t5accel.decoding import beam
 from t5accel.decoding.beam import beam_search
 from t5accel.models.load import load_model
@@ -137,6 +138,16 @@ def test_generate_leaves_the_rest_to_transformers(ending_t5, padded_batch, monke
 # What a run is
 
 
+def test_runs_grow_up_to_where_the_rules_change(tiny_t5, padded_batch, runs) -> None:
+    backend, options = TorchStatic(tiny_t5()), dict(num_beams=2, max_new_tokens=70)
+    batch = [array[:2] for array in padded_batch]
+    beam_search(backend, *batch, min_new_tokens=70, **options)
+    assert [steps for steps, _ in runs] == [8, 16, 32, 14]
+    runs.clear()
+    beam_search(backend, *batch, min_new_tokens=10, **options)
+    assert [steps for steps, _ in runs][:3] == [8, 2, 32]
+
+
 def test_sources_leave_between_runs(ending_t5, padded_batch, runs, monkeypatch) -> None:
     """The batch shrinks by powers of two."""
     model, batch = ending_t5("tied"), [np.concatenate([array] * 2) for array in padded_batch]
@@ -162,6 +173,19 @@ def test_replayed_steps_find_the_same(ending_t5, padded_batch, with_graphs) -> N
         np.testing.assert_array_equal(found.sequences, expected.sequences)
         assert_close(found.scores, expected.scores, atol=1e-4)
     assert captured[0] == captured[1] > 1, "the second time all graphs are there"
+
+
+def test_few_graphs_are_kept_for_each_shape(tiny_t5, padded_batch) -> None:
+    backend = TorchStatic(tiny_t5())
+    state = backend.new_state(backend.encode(*padded_batch), 2)
+    start, scores = np.zeros((6, 2, 1), dtype=np.int64), np.zeros((6, 2), dtype=np.float32)
+    for end in range(1, MAX_LOOPS + 3):
+        backend.run_beams(state, start, scores, 1, ends=(end,))
+    kept = [*state.buffers.loops.values()]
+    assert len(kept) == MAX_LOOPS and all(isinstance(loop, BeamLoop) for loop in kept)
+    assert [loop.ends.item() for loop in kept] == [3, 4, 5, 6]
+    backend.run_beams(state, start, scores, 1, ends=(3,))
+    assert [*state.buffers.loops.values()][-1] is kept[0]
 
 
 # On a GPU

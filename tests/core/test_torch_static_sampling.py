@@ -42,7 +42,7 @@ def on_device(
     return (odds / odds.sum(dim=-1, keepdim=True)).cpu().numpy()
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     seed=st.integers(0, 2**16), vocab_size=st.integers(2, 300), spread=st.sampled_from([0.1, 1.0, 8.0]),
     is_rounded=st.booleans(),

@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -88,6 +88,7 @@ class Rows:
 
     @classmethod
     def read(cls, path: Path, offset: int, rows: int) -> Rows:
+        """Read a range."""
         with path.open("rb") as file:
             _, fields = cls.begin(file)
             file.seek(offset)
@@ -97,6 +98,7 @@ class Rows:
         return len(self.records)
 
     def texts(self, column: str, into: str) -> list[str | RejectedRow]:
+        """The text or the rejection of each row."""
         found: list[str | RejectedRow] = []
         for record in self.records:
             try:
@@ -113,6 +115,7 @@ class Rows:
         return self.records[row][: 4 * MOST_SHOWN].decode("utf-8", "replace").rstrip("\r\n")[:MOST_SHOWN]
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
+        """Write the answered rows with their answers."""
         with path.open("wb") as file:
             file.write(self.header(into).encode())
             for record, answer in zip(self.records, answers, strict=True):
@@ -272,15 +275,19 @@ class ParquetRows(Rows):
         import pyarrow
 
         with cls.open(path) as file:
-            sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-            ends = [*accumulate(sizes)]
-            touched = [group for group, end in enumerate(ends) if end > offset and end - sizes[group] < offset + rows]
+            position, chosen = 0, []  # row groups that the range touches, and where they begin
+            for group in range(file.metadata.num_row_groups):
+                size = file.metadata.row_group(group).num_rows
+                if position + size > offset and position < offset + rows:
+                    chosen.append((group, position))
+                position += size
+            pieces = []
             # Within a group rows can only be read from its first one on: decoding them again is cheap beside answers.
-            before, pieces = offset - sum(sizes[: touched[0]]) if touched else 0, []
-            for batch in file.iter_batches(batch_size=rows, row_groups=touched):
-                pieces.append(batch.slice(max(before, 0), max(rows + min(before, 0), 0)))
-                before -= len(batch)
-                if before + rows <= 0:
+            position = chosen[0][1] if chosen else 0
+            for batch in file.iter_batches(batch_size=rows, row_groups=[group for group, _ in chosen]):
+                pieces.append(batch.slice(max(offset - position, 0), max(offset + rows - max(position, offset), 0)))
+                position += len(batch)
+                if position >= offset + rows:
                     break
             return cls(pyarrow.Table.from_batches(pieces, schema=file.schema_arrow))
 

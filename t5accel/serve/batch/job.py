@@ -74,6 +74,7 @@ class Source:
 
     @classmethod
     def of(cls, name: str, path: Path) -> Source:
+        """The file as it is now."""
         facts = path.stat()
         return cls(name, path, describe_file(path)["sha256"], facts.st_size, (facts.st_mtime_ns, facts.st_ctime_ns))
 
@@ -102,10 +103,12 @@ class Shard:
 
     @property
     def output(self) -> str:
+        """Name of the output file."""
         return f"part-{self.index:06}{kind_of(self.source.path).suffix}"
 
     @property
     def rejects(self) -> str:
+        """Name of the file of rejected rows."""
         return f"{REJECTS}/part-{self.index:06}.jsonl"
 
 

@@ -83,15 +83,18 @@ class Output:
             if path.exists() and not path.is_file():  # to open a pipe is to wait for its reader
                 raise FileExistsError(errno.EEXIST, f"{LOCK} is no regular file")
             path.open("a").close()  # where no file can be made, the lock would try for ever
-            lock = FileLock(path).acquire(timeout=0)
+            lock = FileLock(path)
+            lock.acquire(timeout=0)
         except Timeout as error:
             raise InputError(
                 f"Another job is writing to {self.folder}. Wait for it, or give another folder."
             ) from error
         except (OSError, NotImplementedError) as error:
             raise JobError(f"{self.folder} cannot be written to: {reason(error)}.") from error
-        with lock:
+        try:
             yield
+        finally:
+            lock.release()
 
     def begin(self, manifest: Mapping[str, Any]) -> None:
         """Begin or resume a job; delete partial files of a killed process.
@@ -102,7 +105,8 @@ class Output:
         try:
             there = _read(path)
             wanted = json.loads(json.dumps(manifest))
-            differ = [] if there is None else _differences(json.loads(there), wanted)
+            found = wanted if there is None else json.loads(there)
+            differ = [] if found == wanted else _differences(found, wanted)
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path} is no manifest of a job ({error}). Give another folder.") from error
         if differ:
@@ -137,6 +141,7 @@ class Output:
         return found, lost
 
     def record(self, made: ShardRecord) -> None:
+        """Record a finished shard."""
         # No flush to disk: a shard whose line is lost is done again.
         try:
             with (self.folder / DONE).open("a", encoding="utf-8") as file:
