@@ -349,6 +349,8 @@ def gantt(panels: Mapping[str, Sequence[tuple[int, int, int, int]]]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     every[-1].set_xlabel("decoding step", fontsize=11)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10.5)
+
+
 def profile_box(ranges: Mapping[str, Sequence[int]], narrower: Mapping[str, int]) -> Figure:
     """The sizes that an engine takes, over two axes of (least, usual, most); a second input has less room."""
     from matplotlib.patches import Rectangle

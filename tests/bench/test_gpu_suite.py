@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 import torch
 from refused import refused
-from test_bench_commands import refused as command_refused
 
 from bench import harness, systems
 from bench import results as records
 from bench.gpu import measurement as measuring
 from bench.gpu import suite
-from bench.gpu.cells import RUNTIMES, Cell, cells_for
+from bench.gpu.cells import LENGTHS, PUBLISHED, PUBLISHED_BATCHES, RUNTIMES, Cell, cells_for
 from bench.profiling import Prices
 from bench.roofline import decoder_weights_per_step
 from bench.systems import (
@@ -84,10 +83,22 @@ def run(path: Path, cells: list[Cell], **options: Any) -> tuple[list[dict[str, A
 # The cells
 
 
+def test_cells_come_in_the_order_of_what_matters() -> None:
+    cells = cells_for(H100)
+    names = [cell.name for cell in cells]
+    assert len({*names}) == len(names)
+    order = ["equality, float32", "equality, bfloat16", "t5-small", "equality of beams", "t5-small, 4 beams",
+             "t5-small, sampling", "in flight, 64 rows", "flan-t5-xl, batch 32", "bart-large, batch 128", "bart-base",
+             "t5-base", "flan-t5-large", "t5-small, source 512", f"cache, {LENGTHS[0]} tokens",
+             "t5-small, torch.compile", "runtimes, float32"]  # fmt: skip
+    assert [name for name in names if name in order] == order
+    small = cells[names.index("t5-small")]
+    assert (small.dtype, small.batch, small.beams) == ("bfloat16", 1, 1)
+
+
 @pytest.mark.parametrize("capability", [H100, T4])
 def test_every_cell_names_what_there_is_and_is_proven_before(capability: tuple[int, int]) -> None:
     cells = cells_for(capability)
-    assert len({one.name for one in cells}) == len(cells)
     for one in cells:
         assert {*one.systems} <= SYSTEMS.keys()
         assert one.systems[0] in THEIRS or one.measured in ("requests", "throughput")
@@ -222,6 +233,16 @@ def test_throughput_is_of_each_system_alone(toy: str, tmp_path: Path) -> None:
     assert (
         rows[1]["ratio"] == pytest.approx(rows[1]["tokens_per_s"] / rows[0]["tokens_per_s"]) and "ratio" not in rows[2]
     )
+
+
+def test_published_figures_have_a_cell_each_and_a_source() -> None:
+    named = {one.name: one for one in cells_for(H100)}
+    for model, theirs in PUBLISHED.items():
+        for figures in theirs.values():
+            assert len(figures) == len(PUBLISHED_BATCHES)
+        for batch in PUBLISHED_BATCHES:
+            one = named[f"{model}, batch {batch}"]
+            assert (one.shortest_source, one.source_tokens, one.new_tokens) == (260, 440, 128) and GRAPH in one.systems
 
 
 def test_a_comparison_that_would_not_notice_a_missing_mask_is_refused(toy: str, tmp_path: Path, monkeypatch) -> None:
@@ -449,15 +470,15 @@ def test_only_some_cells(toy: str, tmp_path: Path) -> None:
 def test_other_commits_and_packages_go_on_and_another_card_does_not(toy: str, tmp_path: Path, monkeypatch) -> None:
     path, cells = tmp_path / "rows.json", [replace(cell(toy), name=name) for name in ("one", "two")]
     facts = records.environment()
-    monkeypatch.setattr(suite, "here", lambda: facts | {"commit": "one"})
+    monkeypatch.setattr(suite, "environment", lambda: facts | {"commit": "one"})
     run(path, cells[:1])
     later = facts | {"commit": "two", "versions": facts["versions"] | {"onnxruntime-gpu": "1.31.1"}}
     later["machine"] = facts["machine"] | {"memory_bytes": 1, "os": "another kernel"}
-    monkeypatch.setattr(suite, "here", lambda: later)
+    monkeypatch.setattr(suite, "environment", lambda: later)
     rows, _ = run(path, cells)
     assert [row["commit"] for row in rows] == ["one"] * 3 + ["two"] * 3
     other = facts | {"machine": facts["machine"] | {"gpu": {"name": "NVIDIA H200"}}}
-    monkeypatch.setattr(suite, "here", lambda: other)
+    monkeypatch.setattr(suite, "environment", lambda: other)
     rows, _ = run(path, cells[:1])
     assert len(rows) == 3 and len([*tmp_path.glob("rows*.json")]) == 2
 
@@ -480,14 +501,19 @@ def test_a_cell_that_does_not_come_back_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_one_sentence_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sentence = "This suite needs a GPU and a torch that sees it, and there is none here."
-    asked = ["--json", str(tmp_path / "rows.json")]
-    with pytest.raises(SystemExit) as ended:
-        suite.main(asked)
-    assert ended.value.code == 2 and capsys.readouterr() == ("", f"{sentence}\n")
-    assert command_refused("board", "--suite", "gpu", *asked).endswith(sentence)
-    assert not (tmp_path / "rows.json").exists()
+@pytest.mark.parametrize("command", [["-m", "bench", "board", "--suite", "gpu"], ["-m", "bench.gpu.suite"]])
+def test_without_a_gpu_one_sentence_says_so(tmp_path: Path, command: list[str]) -> None:
+    asked = [sys.executable, *command, "--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2 and not (tmp_path / "rows.json").exists()
+    assert done.stderr.endswith("This suite needs a GPU and a torch that sees it, and there is none here.\n")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_suite_wants_a_file() -> None:
+    asked = [sys.executable, "-m", "bench", "board", "--suite", "gpu"]
+    done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2 and "give --json FILE" in done.stderr
 
 
 def only_these(names: tuple[str, ...], folder: Path) -> Path:
@@ -509,19 +535,14 @@ def only_these(names: tuple[str, ...], folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    bundle = tmp_path_factory.mktemp("bundle") / "bundle"
+def test_the_bundle_alone_measures_with_torch_transformers_and_numpy(toy: str, tmp_path: Path) -> None:
+    """Unpacked in a folder of its own, without git, a network, data, or any other package."""
+    bundle = tmp_path / "bundle"
     command = [sys.executable, "scripts/gpu_bundle.py", str(bundle)]
     said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
     files = [file for file in bundle.rglob("*") if file.is_file()]
     assert {file.suffix for file in files} == {".py", ".sh"} and sum(file.stat().st_size for file in files) < 5e6
     assert re.search(r"\d\.\d MB", said)
-    return bundle
-
-
-def test_the_bundle_alone_measures_with_torch_transformers_and_numpy(bundle: Path, toy: str, tmp_path: Path) -> None:
-    """Unpacked in a folder of its own, without git, a network, data, or any other package."""
     program = f"""
 import importlib.util, sys, t5accel
 assert not [name for name in ("onnx", "onnxruntime", "datasets", "sacrebleu") if importlib.util.find_spec(name)]
@@ -553,8 +574,10 @@ run_suite("rows.json", device="cpu", cells=[Cell(kind, kind, systems=systems, **
 @pytest.mark.parametrize(("codes", "tries", "ends"), [
     ("0", 1, 0), ("2", 1, 2), ("3 0", 2, 0), ("4 139 0", 3, 0), ("4 4 4 4", 3, 4)])  # fmt: skip
 def test_the_loop_of_the_bundle_goes_on_after_what_a_new_process_can_mend(
-    bundle: Path, tmp_path: Path, codes: str, tries: int, ends: int
+    tmp_path: Path, codes: str, tries: int, ends: int
 ) -> None:
+    bundle = tmp_path / "bundle"
+    subprocess.run([sys.executable, "scripts/gpu_bundle.py", str(bundle)], cwd=ROOT, check=True, capture_output=True)
     python = tmp_path / "bin" / "python3"
     python.parent.mkdir()
     python.write_text(f"""#!/bin/sh

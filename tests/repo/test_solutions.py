@@ -6,7 +6,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("[23]*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = [path for path in NOTEBOOKS if not (path.parent / "solutions" / f"{path.stem}.py").exists()]
 
 
 def solutions() -> list[tuple[str, str]]:
