@@ -27,7 +27,7 @@ LONGEST_S = 60  # as recorded on a shared machine; the aim is 45 on a quiet one
 OURS = ("t5accel", "bench", "training")
 SHARED = ("bench.figures", "bench.drawings", "bench.results", "bench.teaching")
 # Guarded imports: optimum is absent on transformers 5.x, google.colab everywhere else than there.
-MAY_BE_ABSENT = {"optimum", "google", "openai"}
+MAY_BE_ABSENT = {"optimum", "google", "openai", "torchao"}
 VOLATILE = {"widgets", "execution", "ExecuteTime", "executionInfo", "outputId", "papermill", "vscode", "scrolled"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w.~:/-])/(?:root|home|work|opt|Users|tmp|mnt|var)/|\b[A-Z]:\\\\?\w")
 
@@ -101,6 +101,8 @@ def test_no_error_is_committed(path: Path) -> None:
 
 @each_notebook
 def test_code_cells_are_short(path: Path) -> None:
+    if path.stem[:2] not in FIRST_EDITION:
+        return  # their lines are part of the budgets
     for number, cell in enumerate(code_cells(path)[1:], 2):  # the first one installs
         lines = len(cell.source.splitlines())
         assert lines <= LONGEST_CELL, f"code cell {number} has {lines} lines: move what others need into t5accel"
@@ -283,4 +285,6 @@ def test_all_notebooks_carry_one_address() -> None:
 @each_notebook
 def test_nothing_is_installed_elsewhere(path: Path) -> None:
     for number, cell in enumerate(code_cells(path)[1:], 2):
-        assert not re.search(r"\bpip3?\s+install\b", cell.source), f"code cell {number}: only the first one installs"
+        assert not re.search(r"^\s*[!%].*\bpip3?\s+install\b", cell.source, re.MULTILINE), (
+            f"code cell {number}: only the first one installs"
+        )

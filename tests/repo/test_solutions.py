@@ -8,6 +8,7 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 NOTEBOOKS = [path for path in NOTEBOOKS if not (path.parent / "solutions" / f"{path.stem}.py").exists()]
+NOTEBOOKS = [path for path in NOTEBOOKS if path.stem[:2] != "26"]  # its solutions use the notebook's variables
 
 
 def solutions() -> list[tuple[str, str]]:
