@@ -103,7 +103,7 @@ DRAWINGS = {  # arguments that show every kind of mark
         {"embedding": 66.0, "encoder": 76.0, "cross": 13.0, "decoder": 88.0},
     ),
     "handed_over": ({"token": 8, "past": 3_000_000, "source": 2_000_000, "logits": 128_000, "longer past": 3_100_000},),
-    "rounding_levels": ({"one block": (np.array([0.1, -0.2, 0.3, 5.0]), 4)},),
+    "rounding_levels": ({f"blocks of {n}": (np.array([0.1, -0.2, 0.3, 5.0]), n) for n in (2, 4)},),
     "launch_timeline": (),
     "gantt": ({"static": [(0, 1, 4, 8), (1, 1, 8, 8)]},),
 }
