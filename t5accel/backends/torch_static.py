@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static_buffers import LONGEST_RUN, KVCache, StaticBuffers, capture_graph
+from t5accel.backends.torch_static_buffers import KEPT_BYTES, LONGEST_RUN, KVCache, StaticBuffers, capture_graph
 from t5accel.backends.torch_static_loops import run_beams, run_samples, step_tokens
 from t5accel.backends.torch_static_model import StaticT5
 from t5accel.checks import as_count
@@ -104,8 +103,8 @@ class TorchStatic:
         if (table := self.decoder.encoder.positions) is not None:
             self._longest_source = len(table) - self.decoder.encoder.first
         self.captured = 0  # graphs of a step
-        self._free: defaultdict[tuple[int, ...], list[StaticBuffers]] = defaultdict(list)
-        self._encoders: dict[tuple[int, int], CapturedEncoder] = {}
+        self._free: list[StaticBuffers] = []  # the last given back is the last
+        self._encoders: dict[tuple[int, int], CapturedEncoder] = {}  # the last used is the last
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy by the model: the copy captures for itself."""
@@ -204,6 +203,11 @@ class TorchStatic:
         rows = histories.shape[1]
         self._move(state, source, histories, (kept[:, None] * rows + np.arange(rows)).ravel(), state.buffers.width)
 
+    def require_device(self) -> None:
+        """Raise ``RuntimeError`` after an error from which this process cannot recover, as a fault in a kernel."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def in_flight(self) -> TorchStaticRows:
         """Rows that requests join and leave while others run, for `serve.device_batch.DeviceRunningBatch`."""
         from t5accel.backends.torch_static_rows import TorchStaticRows
@@ -215,19 +219,34 @@ class TorchStatic:
     def _acquire(self, batch: int, rows: int, source: StaticSource, width: int) -> StaticBuffers:
         """Buffers that are free, or new ones, filled with the source."""
         shape = (batch, rows, self._bucket(source.mask.shape[1]), self._bucket(width))
-        if free := self._free[shape]:
-            buffers = free.pop()
-        else:
-            buffers = self.decoder.new_buffers(batch=batch, rows=rows, source=shape[2], width=shape[3])
+        place = next((at for at in reversed(range(len(self._free))) if self._free[at].shape == shape), None)
+        buffers = self._new_buffers(*shape) if place is None else self._free.pop(place)
         self.decoder.fill(buffers, source.cross_kv, source.mask)
         return buffers
+
+    def _new_buffers(self, batch: int, rows: int, source: int, width: int) -> StaticBuffers:
+        shape = dict(batch=batch, rows=rows, source=source, width=width)
+        try:
+            return self.decoder.new_buffers(**shape)
+        except torch.cuda.OutOfMemoryError:
+            if not (self._free or self._encoders):
+                raise
+        self._free.clear()
+        self._encoders.clear()
+        torch.cuda.empty_cache()
+        return self.decoder.new_buffers(**shape)
+
+    def _give_back(self, buffers: StaticBuffers) -> None:
+        self._free.append(buffers)
+        while len(self._free) > 1 and sum(held.size_bytes for held in self._free) > KEPT_BYTES:
+            del self._free[0]
 
     def _bucket(self, length: int) -> int:
         last = self.buckets[-1]
         return next((bucket for bucket in self.buckets if bucket >= length), -(-length // last) * last)
 
     def _take_lease(self, state: StaticState) -> None:
-        state.lease = weakref.finalize(state, self._free[state.buffers.shape].append, state.buffers)
+        state.lease = weakref.finalize(state, self._give_back, state.buffers)
 
     def _make_room(self, state: StaticState, count: int) -> None:
         longest = int(state.rows.lengths.max()) + count
@@ -274,12 +293,17 @@ class TorchStatic:
 
     def _encoder(self, shape: tuple[int, int]) -> CapturedEncoder:
         """The encoder captured for B sources of S positions, at its first use."""
-        if shape not in self._encoders:
+        if shape in self._encoders:
+            self._encoders[shape] = self._encoders.pop(shape)
+        else:
             ids, mask = torch.zeros((2, *shape), dtype=torch.int64, device=self.device)
             mask[:, 0] = 1
             cross_kv = self.decoder.cross_memory(*shape)
             graph = capture_graph(lambda: self.decoder.encode(ids, mask, cross_kv), lambda: None, self.device)
             self._encoders[shape] = CapturedEncoder(ids, mask, cross_kv, graph)
+            held = self._encoders.values()
+            while len(held) > 1 and sum(one.cross_kv.memory.nbytes for one in held) > KEPT_BYTES:
+                del self._encoders[next(iter(self._encoders))]
         return self._encoders[shape]
 
     def _capture(self, buffers: StaticBuffers) -> None:

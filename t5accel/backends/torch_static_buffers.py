@@ -19,6 +19,7 @@ import torch
 
 from t5accel.decoding.backend import SuppressedTokens
 
+KEPT_BYTES = 2 * 2**30  # of buffers in shapes that are not in use; of encoders; of running rows
 LONGEST_RUN = 64  # tokens that the buffers hold before the host has to read them
 WARM_UP_STEPS = 2  # before a graph is captured; libraries choose their kernels in them
 
@@ -127,6 +128,10 @@ class StaticBuffers:
     def width(self) -> int:
         """W."""
         return self.shape[3]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.cross_kv.memory.nbytes + self.self_kv.memory.nbytes + self.logits.nbytes
 
     def begin_run(self, suppressed: SuppressedTokens) -> None:
         """Count steps from 0, in which these tokens are not chosen."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static_buffers import StaticBuffers, capture_graph
+from t5accel.backends.torch_static_buffers import KEPT_BYTES, StaticBuffers, capture_graph
 
 if TYPE_CHECKING:
     from t5accel.backends.torch_static import StaticSource, TorchStatic
@@ -25,7 +25,6 @@ ROWS = (8, 32, 64, 128, 256)  # capacities; beyond, multiples of the last
 ENCODED_AT_ONCE = 16_384  # padded source tokens of one call of the encoder
 CAPTURED_BYTES = 256 * 2**20  # of cross-attention: for more, the encoder is not captured, as its products take longer
 LOWEST = torch.finfo(torch.float32).min  # added to a logit
-KEPT_BYTES = 2 * 2**30  # of buffers in shapes that are not in use
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,6 @@ class RowBuffers:
     plan: torch.Tensor
     logits: torch.Tensor | None = None  # (R, V) float32, of the last step
     graph: Any = None
-
-    @property
-    def size_bytes(self) -> int:
-        buffers = self.buffers
-        return buffers.cross_kv.memory.nbytes + buffers.self_kv.memory.nbytes + buffers.logits.nbytes
 
 
 class TorchStaticRows:
@@ -113,7 +107,7 @@ class TorchStaticRows:
             bias[: len(kept), ..., :places] = old.buffers.source_bias[index, ..., :places]
         if old is not None:
             self._kept[self.shape] = old
-            while sum(held.size_bytes for held in self._kept.values()) > KEPT_BYTES:
+            while sum(held.buffers.size_bytes for held in self._kept.values()) > KEPT_BYTES:
                 del self._kept[next(iter(self._kept))]
         self._held, self.shape = new, shape
 

@@ -214,8 +214,12 @@ class Scheduler:
             self._thread.join()
 
     def step(self) -> bool:
-        """One iteration: evict, admit, decode. Returns True while work remains."""
+        """One iteration: evict, admit, decode. Returns True while work remains.
+
+        Raises the error of a backend that has lost its device.
+        """
         self._began_s = now = self._clock()
+        failures = self.failures
         try:
             self._evict(now)
             self._admit()
@@ -229,6 +233,8 @@ class Scheduler:
         self._began_s = None  # before the notification, whose receiver may ask at once
         if updates:
             self._notify(updates)
+        if self.failures > failures and hasattr(self.backend, "require_device"):
+            self.backend.require_device()
         return bool(self._running or self._queue)
 
     def _run(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import re
@@ -330,6 +331,8 @@ def create_app(settings: Settings) -> FastAPI:
         raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
     app = make_app(backend, tokenizer, settings)
     sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()  # else a collection now and then stops all answers for 0.2 s, to look at what was imported
     log.info("%s by %s, %s", settings.model, what, app.state.service.scheduler.static_reason or "running batches")
     return app
 

@@ -149,6 +149,44 @@ def test_a_longer_answer_moves_to_a_larger_bucket_and_gives_the_smaller_back(tin
     np.testing.assert_array_equal(tokens, wide.run_greedy(wide.new_state(wide.encode(*padded_batch)), 20))
 
 
+def test_memory_that_is_not_in_use_is_bounded(tiny_t5, with_graphs, monkeypatch) -> None:
+    """Buffers and encoders of other shapes go, the longest unused first; the last one stays, however large."""
+    backend = with_graphs(tiny_t5(), buckets=SMALL)
+    rng = np.random.default_rng(1)
+
+    def answer(batch: int) -> None:
+        ids = rng.integers(3, 300, (batch, 5))
+        check_eager_tokens(backend, tiny_t5(), (ids, np.ones_like(ids)), max_new_tokens=4)
+
+    for batch in (2, 3, 4):
+        answer(batch)
+    assert {buffers.shape[0] for buffers in backend._free} == {shape[0] for shape in backend._encoders} == {2, 3, 4}
+    size = max(buffers.size_bytes for buffers in backend._free)
+    monkeypatch.setattr(torch_static, "KEPT_BYTES", size + size // 4)
+    answer(2)
+    assert [buffers.shape[0] for buffers in backend._free] == [2], "of 4 and 2 the sum is too much"
+    monkeypatch.setattr(torch_static, "KEPT_BYTES", 0)
+    answer(5)
+    assert [buffers.shape[0] for buffers in backend._free] == [5] == [shape[0] for shape in backend._encoders]
+
+
+def test_a_new_shape_takes_the_memory_of_unused_ones(tiny_t5, padded_batch, monkeypatch) -> None:
+    backend = TorchStatic(tiny_t5(), buckets=SMALL)
+    greedy(backend, *padded_batch, max_new_tokens=4)
+    assert backend._free
+    new, fails = backend.decoder.new_buffers, [True]
+
+    def scarce(**shape: int) -> Any:
+        if fails and fails.pop():
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return new(**shape)
+
+    monkeypatch.setattr(backend.decoder, "new_buffers", scarce)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    check_eager_tokens(backend, tiny_t5(), [one[:2] for one in padded_batch], max_new_tokens=4)
+    assert len(backend._free) == 1
+
+
 def test_lengths_beyond_the_last_bucket(tiny_t5, padded_batch) -> None:
     model = tiny_t5()
     backend = TorchStatic(model, buckets=(4,))
@@ -221,7 +259,7 @@ def test_drafts_are_verified_without_logits_on_the_host(
         found = check_equals_greedy(backend, *padded_batch, min_new_tokens=shortest, max_new_tokens=12 + shortest)
         assert_varied(found.sequences)
         assert 0 < found.accepted < found.drafted
-    sizes = {key[1] for held in backend._free.values() for buffers in held for key in buffers.loops}
+    sizes = {key[1] for buffers in backend._free for key in buffers.loops}
     assert sizes <= {2, 4, 8} and len(sizes) > 1
 
 

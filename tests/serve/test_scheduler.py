@@ -471,6 +471,32 @@ def test_no_request_waits_for_a_dead_thread(monkeypatch) -> None:
         scheduler.submit(GenerationRequest([5]))
 
 
+def test_a_lost_device_ends_the_engine_so_that_the_server_is_started_again(monkeypatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    lost: list[bool] = []
+
+    class OnDevice(Joining):
+        def step(self, state: dict[str, Any], input_ids: np.ndarray) -> np.ndarray:
+            if 9 in input_ids:
+                raise RuntimeError("an illegal memory access")
+            return super().step(state, input_ids)
+
+        def require_device(self) -> None:
+            if lost:
+                raise RuntimeError("an illegal memory access")
+
+    scheduler = Scheduler(OnDevice(ends=0))
+    fatal = GenerationRequest([5], max_new_tokens=3, decoder_start_token_id=9)
+    with pytest.raises(EngineError):
+        scheduler.submit(fatal).result(30)
+    assert scheduler.submit(GenerationRequest([5], max_new_tokens=3)).result(30), "the device was there"
+    lost.append(True)
+    with pytest.raises(EngineError):
+        scheduler.submit(fatal).result(30)
+    scheduler._thread.join(30)
+    assert not scheduler.is_alive and not scheduler.is_open
+
+
 # Threads, and the end
 
 
