@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "colab"
 REPOSITORY = "someone/t5-course"
 BROUGHT_BY_COLAB = {"torch", "transformers", "numpy", "ipykernel"}
+COLAB = "import sys; sys.modules['google.colab'] = sys"
 LESSON = """
 from pathlib import Path
 import bench.results, t5accel
-assert Path(t5accel.__file__).parents[1] == Path("t5accel-course").resolve(), t5accel.__file__
+assert Path(t5accel.__file__).parents[1] == Path("course").resolve(), t5accel.__file__
 assert bench.results.DATA.is_dir()
 model, tokenizer = t5accel.load_model("mini")
 inputs = tokenizer("translate English to French: I am tired.", return_tensors="pt")
@@ -82,11 +83,12 @@ def main() -> None:
     elsewhere.mkdir()
     github = f"https://github.com/{REPOSITORY}"
     to_the_clone = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # `!pip` is this environment's
         "GIT_CONFIG_COUNT": "1",
         "GIT_CONFIG_KEY_0": f"url.{clone.as_uri()}.insteadOf",
         "GIT_CONFIG_VALUE_0": github,
     }
-    french = run_in_kernel([cell, LESSON, cell], elsewhere, to_the_clone)
+    french = run_in_kernel([COLAB, cell, LESSON, cell], elsewhere, to_the_clone)
     after = installed()
     changed = {name: (version, after.get(name)) for name, version in before.items() if after.get(name) != version}
     assert not changed, f"the first cell changed what was there: {changed}"

@@ -1,18 +1,22 @@
 """What is drawn from rows: tables and pictures show the rows and nothing else, and only what may be compared."""
 
 import base64
+import io
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from refused import refused
 from test_ladder import TOY, shown
 
 from bench import figures as draw
+from bench.drawings import attention_work
 from bench.figures import board, caption, page, plot_board, plot_ladders, plot_standings, table
 from bench.peers import GRID, PeerResult
 from t5accel.errors import InputError, MissingPackageError, install
+from t5accel.timing import Comparison, Latency, Ratio, Work
 
 REFERENCE = dict(
     measured="speed", system="the reference", reference="the reference", backend="theirs", model="mini",
@@ -50,6 +54,35 @@ def test_the_table_of_a_ladder_has_a_line_for_each_rung():
     names = ("peak_memory_bytes", "bleu", "rougeL", "exact_match", "inside")
     bare = {key: value for key, value in shown("naive", None, 1.0).items() if key not in names}
     assert table([bare]).splitlines()[-1].split()[-5:] == ["–"] * 5
+
+
+def test_a_comparison_is_a_table_of_median_ratio_range_and_number_of_pairs() -> None:
+    slow, fast = Latency((0.010, 0.012, 0.014)), Latency((0.004, 0.005, 0.004))
+    found = Comparison("slow", Work(1, 8, 8), {"slow": slow, "fast": fast}, {"fast": Ratio.of([2.5, 2.4, 3.5])})
+    lines = [line.split() for line in table(found).splitlines()]
+    assert lines[0] == ["ms", "ratio", "(min–max)", "n"]
+    assert lines[2:] == [["slow", "12.0", "1.00x", "3"], ["fast", "4.00", "2.50x", "(2.40–3.50)", "3"]]
+
+
+def test_a_plot_draws_lines_of_pairs_and_bars_of_numbers_large_enough_to_read() -> None:
+    lines = draw.plot(
+        {"a": ([1, 10], [2, 3]), "b": ([1, 10], [4, 5])}, xlabel="x", ylabel="y", log="x", predicted=["b"]
+    )
+    (axes,) = lines.axes
+    assert [line.get_linestyle() for line in axes.lines] == ["-", ":"] and axes.get_xscale() == "log"
+    bars = draw.plot({"twice": Ratio.of([1.8, 2.0, 2.4]), "guess": 3.0}, xlabel="times as fast", predicted=["guess"])
+    (axes,) = bars.axes
+    assert [patch.get_width() for patch in axes.patches] == [2.0, 3.0]
+    assert [text.get_text() for text in axes.texts] == ["2.00x (1.80–2.40)", "3.00"]
+    for figure in (lines, bars):
+        texts = figure.findobj(lambda part: hasattr(part, "get_fontsize") and part.get_text())
+        assert texts and min(text.get_fontsize() for text in texts) >= 10
+        assert Image.open(io.BytesIO(figure._repr_png_())).info["dpi"][0] == pytest.approx(draw.DPI, abs=1)
+
+
+def test_the_drawing_of_attention_counts_what_a_cache_saves() -> None:
+    titles = [axes.get_title() for axes in attention_work(steps=4, source=5).axes]
+    assert [int(title.split()[-2]) for title in titles] == [10, 4, 20, 5]
 
 
 def test_the_plot_has_a_bar_for_each_row_and_is_a_readable_picture(tmp_path):
