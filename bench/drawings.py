@@ -345,6 +345,8 @@ def quality_beside_speed(models: Mapping[str, tuple[float, float]]) -> Figure:
     axes.set(xlim=(0.8, 1.5 * max(speed for speed, _ in models.values())), ylim=(0, 110))
     axes.set_xlabel("times the speed of the first", fontsize=11)
     axes.set_ylabel("mean score, % of the first", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def launch_timeline(kernels: int = 6, launch: float = 1.0, kernel: float = 0.35) -> Figure:
