@@ -65,6 +65,7 @@ def rewritings(cases: Mapping[str, tuple[Sequence[str], Sequence[str]]]) -> Figu
     for row, text in enumerate(("as written", "rewritten")):
         axes = every[row, 0]
         axes.text(-0.2, 0.5, text, transform=axes.transAxes, rotation=90, va="center", fontsize=11)
+    return figure
 
 
 def _box(axes: Axes, place: tuple[float, float, float, float], text: str, colour: str, **options: Any) -> None:
@@ -178,6 +179,7 @@ def stacked(rows: Mapping[str, Mapping[str, float]], xlabel: str) -> Figure:
     axes.set_xlabel(xlabel, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=11, ncols=5, loc="outside upper center")
+    return figure
 
 
 # For each graph of a layout: what goes in, its name, and when it runs.
@@ -271,6 +273,7 @@ def handed_over(sizes: Mapping[str, int]) -> Figure:
         axes.set(xlim=(-0.05, 4.55), ylim=(-0.1, 6.2))
         axes.set_title("bound: what stays is named once" if bound else "fed: everything, in every step", loc="left")
         axes.axis("off")
+    return figure
 
 
 def rounding_levels(cases: Mapping[str, tuple[np.ndarray, int]], bits: int = 4, top: float = 0.65) -> Figure:
@@ -398,28 +401,4 @@ def gantt(panels: Mapping[str, Sequence[tuple[int, int, int, int]]]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     every[-1].set_xlabel("decoding step", fontsize=11)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10.5)
-
-
-def profile_box(ranges: Mapping[str, Sequence[int]], narrower: Mapping[str, int]) -> Figure:
-    """The sizes that an engine takes, over two axes of (least, usual, most); a second input has less room."""
-    from matplotlib.patches import Rectangle
-
-    (x_name, (x_least, x_usual, x_most)), (y_name, (y_least, y_usual, y_most)) = reversed(ranges.items())
-    x_less, y_less = narrower.get(x_name, x_most), narrower.get(y_name, y_most)
-    figure = blank_figure(8, 3.2)
-    axes = figure.subplots()
-    for right, top, colour, text in (
-        (x_most, y_most, "#bcd7e6", "first input"), (x_less, y_less, "#2a6f97", "both inputs: what the engine takes"),
-    ):  # fmt: skip
-        axes.add_patch(Rectangle((x_least, y_least), right - x_least, top - y_least, facecolor=colour))
-        dark = colour == "#2a6f97"
-        axes.text((x_least + right) / 2, top - 0.12 * (y_most - y_least), text, ha="center", va="center", fontsize=11,
-                  color="white" if dark else "black")  # fmt: skip
-    axes.plot(x_usual, y_usual, "o", color="#e09f3e", markersize=9, clip_on=False, label="tuned for")
-    axes.plot((x_least + x_most) / 2, y_less + 1, "X", color="#c1666b", markersize=11, label="refused at run time")
-    axes.set(xlim=(0, 1.1 * x_most), ylim=(0, 1.15 * y_most), yticks=range(y_least, y_most + 1))
-    axes.set_xlabel(x_name, fontsize=11)
-    axes.set_ylabel(y_name, fontsize=11)
-    axes.legend(frameon=False, fontsize=11, loc="center left", bbox_to_anchor=(1, 0.5))
-    axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -47,7 +47,7 @@ def pairs_file(tmp_path):
 
 @pytest.fixture
 def few_texts(monkeypatch):
-    """A run's vocabulary is made of every thirtieth text of its own."""
+    """A run's vocabulary is made of every thirtieth of its texts."""
     own = training.vocabulary_texts
     monkeypatch.setattr(training, "vocabulary_texts", lambda *given: own(*given)[::30])
 
