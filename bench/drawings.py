@@ -335,7 +335,7 @@ def next_token_probabilities(words: Sequence[str], teacher: np.ndarray, student:
 
 
 def quality_beside_speed(models: Mapping[str, tuple[float, float]]) -> Figure:
-    """Each model's quality in % of the first one's over its speed, named at its point."""
+    """Quality over speed, both compared with the teacher, which is the first of ``models``; names beside the points."""
     figure = blank_figure(9, 4)
     axes = figure.subplots()
     placed: list[tuple[float, float]] = []  # of names, which move up where they would overlap
@@ -346,8 +346,8 @@ def quality_beside_speed(models: Mapping[str, tuple[float, float]]) -> Figure:
         placed.append((speed, height))
         axes.annotate(name, (speed, height), xytext=(12, 0), textcoords="offset points", va="center", fontsize=11)
     axes.set(xlim=(0.8, 1.5 * max(speed for speed, _ in models.values())), ylim=(0, 110))
-    axes.set_xlabel("times the speed of the first", fontsize=11)
-    axes.set_ylabel("mean score, % of the first", fontsize=11)
+    axes.set_xlabel("times the teacher's speed", fontsize=11)
+    axes.set_ylabel("mean score, % of the teacher's", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
