@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from t5accel.backends.torch_static_buffers import LONGEST_RUN, KVCache, StaticBuffers, capture_graph
-from t5accel.backends.torch_static_loops import run_beams, run_samples
+from t5accel.backends.torch_static_loops import run_beams, run_samples, step_tokens
 from t5accel.backends.torch_static_model import StaticT5
 from t5accel.checks import as_count
 from t5accel.decoding.backend import PastLengths, SuppressedTokens
@@ -182,6 +182,7 @@ class TorchStatic:
 
     run_beams = run_beams
     run_samples = run_samples
+    step_tokens = step_tokens
 
     def reorder(self, state: StaticState, rows: np.ndarray) -> None:
         histories, flat = state.rows.reordered(rows)

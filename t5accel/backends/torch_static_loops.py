@@ -149,6 +149,18 @@ class SampleLoop(Loop):
         buffers.count.add_(1)
 
 
+class ReadLoop(Loop):
+    """A step that reads ``count`` tokens, such as a draft, and finds the likeliest one after each."""
+
+    def __init__(self, decoder: StaticT5, buffers: StaticBuffers, *, count: int):
+        super().__init__(decoder, buffers)
+        self.tokens, self.best = torch.zeros((2, len(buffers.token), count), dtype=torch.int64, device=decoder.device)
+
+    def step(self) -> None:
+        logits = self.decoder.logits(self.decoder.read(self.buffers, self.tokens))  # (R, T, V)
+        self.best.copy_((logits + self.buffers.logit_bias).argmax(dim=-1))
+
+
 Numbers = dict[str, torch.Tensor]  # by the name of an option its value, () float64
 
 
@@ -221,13 +233,13 @@ def draw(odds: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 AnyLoop = TypeVar("AnyLoop", bound=Loop)
 
 
-def _start(
-    backend: TorchStatic, state: StaticState, input_ids: np.ndarray, count: int, suppressed: SuppressedTokens, key: Any,
+def _loop(
+    backend: TorchStatic, state: StaticState, count: int, suppressed: SuppressedTokens, key: Any,
     make: Callable[[StaticT5, StaticBuffers], AnyLoop],
 ) -> AnyLoop:  # fmt: skip
-    """Read all but the last of the tokens (B, K, T), and find or make the loop for ``count`` steps behind them."""
-    backend._make_room(state, input_ids.shape[2] - 1 + count)
-    buffers, tokens = state.buffers, backend._on_device(input_ids)
+    """Find or make the loop of this key for ``count`` more positions."""
+    backend._make_room(state, count)
+    buffers = state.buffers
     loop = buffers.loops.pop(key, None) or make(backend.decoder, buffers)
     buffers.loops[key] = loop  # the last one used stands last
     while len(buffers.loops) > MAX_LOOPS:
@@ -236,10 +248,36 @@ def _start(
         loop.capture()
         backend.captured += 1
     buffers.begin_run(suppressed)
-    if tokens.shape[1] > 1:
-        backend.decoder.read(buffers, tokens[:, :-1])
-    buffers.token.copy_(tokens[:, -1:])
     return loop
+
+
+def _start(
+    backend: TorchStatic, state: StaticState, input_ids: np.ndarray, count: int, suppressed: SuppressedTokens, key: Any,
+    make: Callable[[StaticT5, StaticBuffers], AnyLoop],
+) -> AnyLoop:  # fmt: skip
+    """Read all but the last of the tokens (B, K, T), and find or make the loop for ``count`` steps behind them."""
+    tokens = backend._on_device(input_ids)
+    loop = _loop(backend, state, tokens.shape[1] - 1 + count, suppressed, key, make)
+    if tokens.shape[1] > 1:
+        backend.decoder.read(state.buffers, tokens[:, :-1])
+    state.buffers.token.copy_(tokens[:, -1:])
+    return loop
+
+
+@torch.inference_mode()
+def step_tokens(
+    backend: TorchStatic, state: StaticState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None
+) -> np.ndarray:
+    """Read T tokens, as `decoding.backend.Backend` documents it."""
+    count = size = input_ids.shape[2]
+    if backend.graphs:
+        size = 1 << (count - 1).bit_length()  # few shapes are captured: powers of two
+    loop = _loop(backend, state, size, suppressed, ("read", size), partial(ReadLoop, count=size))
+    loop.tokens[:, :count] = backend._on_device(input_ids)
+    loop.run(1)
+    state.buffers.lengths.sub_(size - count)  # whatever was read behind them is masked, and written over later
+    state.rows = state.rows.appended(count)
+    return loop.best[:, :count].to("cpu", copy=True).numpy().reshape(input_ids.shape)
 
 
 @torch.inference_mode()

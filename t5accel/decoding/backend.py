@@ -67,6 +67,9 @@ class OptionalBackend(Backend, Protocol):
     def next_tokens(self, state: State, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None) -> np.ndarray:
         """`step` and arg-max at the last position, of equal logits the lowest id: (B, K) int64."""
 
+    def step_tokens(self, state: State, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None) -> np.ndarray:
+        """`step` and arg-max at every position: (B, K, T) int64."""
+
     def run_greedy(self, state: State, k: int, *, suppressed: SuppressedTokens = None) -> np.ndarray:
         """Take n <= k greedy steps from the last chosen tokens: (B, K, n) int64."""
 

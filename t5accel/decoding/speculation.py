@@ -167,16 +167,20 @@ class GreedyVerifier:
 
     def __init__(self, backend: Backend, rules: TokenConstraints = NO_CONSTRAINTS):
         self._step, self._next_tokens = backend.step, getattr(backend, "next_tokens", None)
+        self._step_tokens = getattr(backend, "step_tokens", None)
         self._ends, self._rules = rules.eos_tokens(backend.eos_token_id), rules
 
     def __call__(
         self, state: State, tokens: np.ndarray, rows: Sequence[int], drafts: Drafts, blocked: Sequence[int]
     ) -> Drafts:
         width = 1 + max(map(len, drafts))
-        if width == 1 and self._next_tokens is not None and (max(blocked) <= 0 or min(blocked) > 0):
-            # Without a draft the backend may choose without computing all logits.
+        choose = self._next_tokens if width == 1 else self._step_tokens
+        if choose is not None and (max(blocked) <= 0 or min(blocked) >= width):
+            # The same tokens are suppressed everywhere: the backend may choose, and hand over no logits.
             suppressed = self._rules.suppressed(self._ends if blocked[0] > 0 else ())
-            return self._next_tokens(state, tokens[:, None], suppressed=suppressed).tolist()
+            best = choose(state, tokens[:, None], suppressed=suppressed)
+            best = best if width == 1 else best[:, 0, -width:]
+            return [_accepted_prefix(draft, row) for draft, row in zip(drafts, best.tolist(), strict=True)]
         logits = self._step(state, tokens[:, None])[:, 0, -width:]
         logits = mask_eos(logits, self._ends, blocked, self._rules.suppress_tokens)
         return [_accepted_prefix(draft, row) for draft, row in zip(drafts, logits.argmax(axis=2).tolist(), strict=True)]

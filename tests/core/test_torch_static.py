@@ -13,6 +13,7 @@ import pytest
 import torch
 from programs import ATOL, teacher_forced
 from refused import refused
+from test_drafting import check_equals_greedy
 
 from bench.baselines.ort_cuda_graph import OrtCaptured
 from t5accel.backends import torch_static, torch_static_buffers, torch_static_loops, torch_static_rows
@@ -209,6 +210,21 @@ def test_a_replayed_step_gives_eager_tokens(tiny_t5, kind: str, padded_batch, wi
     assert backend.captured == 2  # places for 8, and for 32, since as many steps as are asked for at once need them
 
 
+@pytest.mark.parametrize("shortest", [0, 12])
+def test_drafts_are_verified_without_logits_on_the_host(
+    tiny_t5, kind: str, padded_batch, with_graphs, monkeypatch, shortest: int
+) -> None:
+    """In captured steps of 2, 4 or 8 tokens. Logits go to the host where an end is forbidden in a part of a draft."""
+    if not shortest:
+        monkeypatch.setattr(TorchStatic, "step", lambda *_: pytest.fail("the host was asked"))
+    for backend in (TorchStatic(tiny_t5(kind), buckets=SMALL), with_graphs(tiny_t5(kind), buckets=SMALL)):
+        found = check_equals_greedy(backend, *padded_batch, min_new_tokens=shortest, max_new_tokens=12 + shortest)
+        assert_varied(found.sequences)
+        assert 0 < found.accepted < found.drafted
+    sizes = {key[1] for held in backend._free.values() for buffers in held for key in buffers.loops}
+    assert sizes <= {2, 4, 8} and len(sizes) > 1
+
+
 def test_all_is_captured_in_inference_mode_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stream that products run on keeps a workspace; and a graph may not write to inference tensors."""
     made, modes = [], []
@@ -260,4 +276,5 @@ def test_a_captured_graph_gives_eager_tokens(tiny_t5, padded_batch, rows: int) -
         tokens = [one.run_greedy(one.new_state(one.encode(*padded_batch), rows), 40) for one in (graphs, plain)]
         np.testing.assert_array_equal(*tokens)
     check_eager_tokens(graphs, model, padded_batch, min_new_tokens=40, max_new_tokens=40)
+    check_equals_greedy(TorchStatic(model), *padded_batch, max_new_tokens=40)
     assert 1 <= graphs.captured <= 3 and not plain.captured
