@@ -104,6 +104,8 @@ DRAWINGS = {  # arguments that show every kind of mark
     ),
     "handed_over": ({"token": 8, "past": 3_000_000, "source": 2_000_000, "logits": 128_000, "longer past": 3_100_000},),
     "rounding_levels": ({f"blocks of {n}": (np.array([0.1, -0.2, 0.3, 5.0]), n) for n in (2, 4)},),
+    "next_token_probabilities": (["▁a", "▁"], np.array([1.0, 3.0, 2.0]), np.array([2.0, 1.0, 0.0]), 1),
+    "quality_beside_speed": ({"the teacher": (1.0, 100.0), "a": (2.2, 50.0), "b": (2.2, 48.0), "c": (2.1, 80.0)},),
     "launch_timeline": (),
     "gantt": ({"static": [(0, 1, 4, 8), (1, 1, 8, 8)]},),
 }
@@ -120,6 +122,22 @@ def test_a_drawing_is_a_figure_whose_words_can_be_read(name: str) -> None:
 def test_the_drawing_of_attention_counts_what_a_cache_saves() -> None:
     titles = [axes.get_title() for axes in attention_work(steps=4, source=5).axes]
     assert [int(title.split()[-2]) for title in titles] == [10, 4, 20, 5]
+
+
+def test_the_drawing_of_next_tokens_shows_the_likeliest_with_their_words_and_two_temperatures() -> None:
+    teacher, student = np.log([0.1, 0.6, 0.3]), np.log([0.2, 0.5, 0.3])
+    label, plain, soft = drawings.next_token_probabilities(["one", "two"], teacher, student, 1).axes
+    widths = [[bar.get_width() for bar in axes.patches] for axes in (label, plain, soft)]
+    roots = np.sqrt([0.6, 0.3]) / np.sqrt([0.1, 0.6, 0.3]).sum()
+    np.testing.assert_allclose(widths, [[1.0, 0.0], [0.6, 0.3], roots])
+    np.testing.assert_allclose(plain.lines[0].get_xdata(), [0.5, 0.3])
+    assert not label.lines and "other words: 10%" in plain.get_xlabel()
+
+
+def test_names_of_models_of_equal_quality_do_not_overlap() -> None:
+    (axes,) = drawings.quality_beside_speed({"teacher": (1, 100), "a": (2.2, 50), "b": (2.3, 48)}).axes
+    heights = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert heights["teacher"] == 100 and abs(heights["a"] - heights["b"]) >= 6
 
 
 def test_the_plot_has_a_bar_for_each_row_and_is_a_readable_picture(tmp_path):
