@@ -270,8 +270,74 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
             f"{where} holds {len(unread)} weights that a {type(model).__name__} does not have, such as {unread[0]}: "
             "merge adapters into the model first, or save it without them."
         )
+    check_loaded(model, Path(where) if os.path.isdir(where) else hub_snapshot(where), where)
     tokenizer = load_tokenizer(where, **options)
     return model.eval(), tokenizer
+
+
+def check_loaded(model: PreTrainedModel, folder: Path | None, where: str) -> None:
+    """Compare a row of every weight with the files of a folder, and give all stacks the one embedding that they share.
+
+    An untied T5 whose files hold the embedding under a stack's name alone, as MADLAD-400's, gets the head's weights in
+    its place from transformers 5.0 to 5.17. Raises ``ModelUnavailableError`` where weights are read otherwise.
+    """
+    import torch
+
+    loaded, names = model.state_dict(), set()
+    for name, row in _stored_rows(folder) if folder else ():
+        names.add(name)
+        weight = loaded.get(name)
+        if weight is None or not weight.numel() or name.endswith(_COMPUTED):
+            continue
+        if not torch.equal(_middle_row(weight), row.to(weight.dtype)):
+            import transformers
+
+            raise ModelUnavailableError(
+                f"{where}: transformers {transformers.__version__} does not give the model the {name} that the files "
+                "hold. If config.json ties that weight to another, make them equal or set tie_word_embeddings to "
+                "false; else install another release of transformers."
+            )
+    prefix, body = ("", model) if hasattr(model, "shared") else ("model.", getattr(model, "model", None))
+    if not hasattr(body, "shared") or not getattr(model.config, "share_encoder_decoder_embeddings", True):
+        return
+    parts = {"shared": body.shared, "encoder.embed_tokens": body.encoder.embed_tokens,
+             "decoder.embed_tokens": body.decoder.embed_tokens}  # fmt: skip
+    held = [part for name, part in parts.items() if f"{prefix}{name}.weight" in names]
+    if not held:  # they are the head's
+        return
+    right = held[0].weight
+    for part in parts.values():
+        if part.weight is right or torch.equal(part.weight, right):
+            continue
+        if part in held:
+            raise ModelUnavailableError(f"{where} must hold one embedding for encoder and decoder, got two.")
+        if model.lm_head.weight is part.weight and "lm_head.weight" not in names:
+            model.lm_head.weight = right
+        part.weight = right
+
+
+def _stored_rows(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Name and middle row of every weight in a folder's files, those that transformers reads."""
+    import torch
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("model*.safetensors"))
+    for path in files:
+        with safe_open(path, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118  # it is no dict
+                part = stored.get_slice(name)
+                shape = part.get_shape()
+                if 0 in shape:
+                    continue
+                yield name, part[shape[0] // 2] if shape else stored.get_tensor(name)
+    for path in sorted(folder.glob("pytorch_model*.bin")) if not files else ():
+        for name, weight in torch.load(path, map_location="cpu", weights_only=True, mmap=True).items():
+            if weight.numel():
+                yield name, _middle_row(weight)
+
+
+def _middle_row(weight: Any) -> Any:
+    return weight[len(weight) // 2] if weight.dim() else weight
 
 
 def has_weights(folder: Path) -> bool:

@@ -274,6 +274,93 @@ def test_weights_that_the_model_does_not_have_are_not_dropped(saved: Path) -> No
         load_model(saved)
 
 
+# What the files hold, and what transformers makes of it
+
+
+EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
+def untied(folder: Path, held: tuple[str, ...], *, binary: bool = False) -> Any:
+    """An untied T5 in a folder whose files hold its embedding under these names; returns the model."""
+    sizes = dict(d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2, vocab_size=60, feed_forward_proj="gated-gelu")
+    model = random_t5(sizes | dict(tie_word_embeddings=False))
+    weights = {name: weight.clone() for name, weight in model.state_dict().items() if name not in EMBEDDINGS}
+    weights |= {name: model.shared.weight.detach().clone() for name in held}
+    model.config.save_pretrained(folder)
+    if binary:
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("held", [EMBEDDINGS, EMBEDDINGS[:1], EMBEDDINGS[1:2], EMBEDDINGS[2:], EMBEDDINGS[1:]])
+def test_an_untied_embedding_under_any_of_its_names(tmp_path: Path, held: tuple[str, ...], binary: bool) -> None:
+    """MADLAD-400's files hold the decoder's alone."""
+    model = untied(tmp_path, held, binary=binary)
+    np.testing.assert_array_equal(logits_of(load_model(tmp_path)[0]), logits_of(model))
+
+
+@pytest.mark.parametrize("held", [EMBEDDINGS[1:2], EMBEDDINGS[2:], EMBEDDINGS[1:]])
+def test_an_embedding_that_transformers_takes_from_the_head_is_put_right(
+    tmp_path: Path, monkeypatch, held: tuple[str, ...]
+) -> None:
+    """As releases 5.0 to 5.17 do, silently: a name that the files lack is filled with the head."""
+    expected, load = logits_of(untied(tmp_path, held)), checkpoints.load_pretrained
+
+    def as_in_5_17(from_pretrained: Any, where: Any, **options: Any) -> Any:
+        found = load(from_pretrained, where, **options)
+        if "output_loading_info" in options:
+            model = found[0].eval()
+            right, head = model.shared.weight.detach().clone(), model.lm_head.weight.detach().clone()
+            parts = [torch.nn.Embedding.from_pretrained(right if name in held else head) for name in EMBEDDINGS]
+            model.shared, model.encoder.embed_tokens, model.decoder.embed_tokens = parts
+            assert not np.allclose(logits_of(model), expected) or held == EMBEDDINGS[1:]
+        return found
+
+    monkeypatch.setattr(checkpoints, "load_pretrained", as_in_5_17)
+    model = load_model(tmp_path)[0]
+    np.testing.assert_array_equal(logits_of(model), expected)
+    assert model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight is model.shared.weight
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "encoder.block.1.layer.0.SelfAttention.q.weight"])
+def test_a_weight_that_is_not_the_files_is_refused(tmp_path: Path, monkeypatch, name: str) -> None:
+    untied(tmp_path, EMBEDDINGS[:1])
+    load = checkpoints.load_pretrained
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        found = load(*arguments, **options)
+        if "output_loading_info" in options:
+            found[0].get_parameter(name).data.normal_()
+        return found
+
+    monkeypatch.setattr(checkpoints, "load_pretrained", wrong)
+    with pytest.raises(ModelUnavailableError, match=f"does not give the model the {name}"):
+        load_model(tmp_path)
+
+
+def test_a_head_that_the_configuration_ties_away_is_refused(tmp_path: Path) -> None:
+    """transformers 4.57 drops it, and 5 uses it."""
+    untied(tmp_path, EMBEDDINGS[:1])
+    rewrite(tmp_path / "config.json", tie_word_embeddings=True)
+    if V5:
+        load_model(tmp_path)
+    else:
+        with pytest.raises(ModelUnavailableError, match="set tie_word_embeddings to false"):
+            load_model(tmp_path)
+
+
+def test_two_embeddings_are_refused(tmp_path: Path) -> None:
+    untied(tmp_path, EMBEDDINGS[1:])
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[EMBEDDINGS[1]] = weights[EMBEDDINGS[1]] + 1
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelUnavailableError):
+        load_model(tmp_path)
+
+
 # Code beside weights
 
 
