@@ -58,7 +58,7 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
         raise MissingPackageError(f"Running notebooks needs nbclient: {install('course')}.") from error
 
     book = nbformat.read(notebook, as_version=4)
-    for cell in book.cells:  # an output that a failed run leaves is of this run
+    for cell in book.cells:  # outputs that a failed run leaves are from this run
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     out.mkdir(parents=True, exist_ok=True)

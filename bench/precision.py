@@ -18,10 +18,12 @@ from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.backend import Backend
 from t5accel.errors import InputError
 from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.rewriting import load_graphs
 from t5accel.precision.calibration import CalibrationSample, as_calibration_sample
 from t5accel.precision.convert import quantize_export
 from t5accel.precision.gate import Score, open_for_scores
 from t5accel.precision.recipes import EMBEDDING, HEAD, KINDS, Recipe, as_recipe
+from t5accel.precision.source_export import STACKS, Fp32Export
 from t5accel.tokenization import text_to_text, tokenizer_of
 
 LONGEST = 64  # tokens of an answer that is scored
@@ -171,3 +173,33 @@ def only(recipe: Recipe, group: str, *, chosen_from: Iterable[str]) -> Recipe | 
         return None
     others = [other for other in chosen_from if other != group]
     return replace(recipe.without(others), name=f"{recipe.name}-{group}")
+
+
+def graph_quality(like: str | os.PathLike[str], **options: Any) -> Score:
+    """Make a function that scores the graphs of other quantisers; ``options`` are those of `text_quality`.
+
+    It takes a folder with ``encoder.onnx`` and ``decoder.onnx``, made from the fp32 export ``like``.
+    """
+    source, score = Fp32Export.read(like), text_quality(**options)
+
+    def score_graphs(folder: str | os.PathLike[str]) -> Mapping[str, float]:
+        graphs = load_graphs(Path(folder) / name for name in STACKS.values())
+        with TemporaryDirectory() as temporary:
+            target = Path(temporary) / "export"
+            source.write(target, {part: graphs[name] for part, name in STACKS.items()}, Recipe("other"), {})
+            return score(target)
+
+    return score_graphs
+
+
+def model_quality(model: Any, tokenizer: Any, **options: Any) -> Row:
+    """Score a PyTorch model by its ``generate()``, greedy; ``options`` are those of `evaluation.evaluate`."""
+    import torch
+
+    def generate(ids: np.ndarray, mask: np.ndarray, shortest: int, longest: int) -> np.ndarray:
+        found = model.generate(
+            torch.as_tensor(ids), attention_mask=torch.as_tensor(mask), max_new_tokens=longest, num_beams=1
+        )
+        return found[:, 1:].numpy()
+
+    return generated_scores(generate, tokenizer, **options)

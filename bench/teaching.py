@@ -9,7 +9,7 @@ from contextlib import contextmanager
 def verdict(number: int, held: bool, found: str) -> None:
     """Print whether a numbered prediction held, and what was found.
 
-    >>> verdict(1, held=2.4 < 3, found="predicted 3.0x, measured 2.4x")
+    >>> verdict(1, held=2.4 > 2.5, found="predicted 3.0x, measured 2.4x")
     Prediction 1 missed: predicted 3.0x, measured 2.4x
     """
     print(f"Prediction {number} {'held' if held else 'missed'}: {found}")

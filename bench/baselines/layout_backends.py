@@ -13,14 +13,15 @@ import numpy as np
 import torch
 
 from bench.baselines.layout_graphs import INIT_DECODER, LAYOUTS, LM_HEAD, MERGED_DECODER, WHOLE
-from bench.baselines.layouts import Layout, read_layout
+from bench.baselines.layouts import Layout, export_layout, read_layout
+from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager, TorchState
 from t5accel.decoding.backend import PastLengths
 from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, as_folder, kv_names
-from t5accel.graphs.export import source_hash, t5_weights
+from t5accel.graphs.export import export_model, source_hash, t5_weights
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -217,6 +218,18 @@ def open_layout(
         raise InputError(f"settings is {settings!r:.80}; give SessionSettings.")
     description, folder = read_layout(folder, layout), as_folder(folder)
     return description, {file: open_session(folder / file, settings) for file in LAYOUTS[layout]}
+
+
+def layout_backend(
+    model: PreTrainedModel, folder: str | os.PathLike[str], layout: str, settings: SessionSettings | None = None
+) -> RowBackend | OrtNumpy:
+    """Export a model to a new folder in a layout of notebook 02, the weights beside the graphs, and open it."""
+    if layout == "two graphs":
+        export_model(model, folder, external_threshold_bytes=0)
+        return OrtNumpy(folder, settings=settings)
+    kind = {"whole": WholeGraph, "three graphs": ThreeGraphs, "merged": MergedGraphs}[layout]
+    export_layout(model, folder, kind.layout, external_threshold_bytes=0)
+    return kind(folder, settings=settings)
 
 
 def _rows_of(arrays: Arrays, index: np.ndarray) -> Arrays:

@@ -32,6 +32,16 @@ class Watched:
         """Steps from a request to its answer."""
         return sum(done - came for done, came in zip(self.done, self.came, strict=True)) / len(self.done)
 
+    @property
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """For each job the steps at which it came, had a row, had its last token and was handed out.
+
+        >>> Watched([[0], [0, 1], [0]], [0, 1], [3, 3]).spans
+        [(0, 0, 3, 3), (1, 1, 2, 3)]
+        """
+        busy = [[step for step, row in enumerate(self.steps) if job in row] for job in range(len(self.came))]
+        return [(came, had[0], had[-1] + 1, done) for came, had, done in zip(self.came, busy, self.done, strict=True)]
+
 
 class _Static:
     """A backend that nobody may join while it runs."""

@@ -25,6 +25,7 @@ from t5accel.decoding.sampling import SamplingParams
 if TYPE_CHECKING:
     from t5accel.backends.torch_static import StaticState, TorchStatic
 
+TIES = 64  # tokens beyond top_k that may be as likely as its last: with few bits some are
 MAX_LOOPS = 4  # that buffers keep, each with a graph
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")  # in the device's memory: one graph serves any value
 
@@ -110,12 +111,16 @@ class BeamLoop(Loop):
 
 
 class SampleLoop(Loop):
-    """Steps that draw, by the kinds of change in ``sampling`` and ``top_k``; `run_samples` sets the other numbers."""
+    """Steps that draw, by the kinds of change in ``sampling`` and ``top_k``; `run_samples` sets the other numbers.
 
-    def __init__(self, decoder: StaticT5, buffers: StaticBuffers, sampling: SamplingParams):
+    With ``few`` they draw among the `likeliest` tokens, and ``overflow`` says whether these were too few.
+    """
+
+    def __init__(self, decoder: StaticT5, buffers: StaticBuffers, sampling: SamplingParams, *, few: bool):
         super().__init__(decoder, buffers)
         device, rows = decoder.device, len(buffers.token)
-        self.sampling = sampling
+        self.sampling, self.few = sampling, few
+        self.overflow = torch.zeros(1, dtype=torch.bool, device=device)
         self.numbers = {
             name: torch.tensor(getattr(sampling, name), dtype=torch.float64, device=device) for name in _NUMBERS
         }
@@ -127,8 +132,16 @@ class SampleLoop(Loop):
 
     def step(self) -> None:
         buffers = self.buffers
-        odds = probabilities(self.logits() + buffers.logit_bias, self.seen, self.sampling, self.numbers)
+        scores = penalised(self.logits() + buffers.logit_bias, self.seen, self.numbers)
+        if self.few:
+            scores, last, tokens, ties = likeliest(scores, self.sampling.top_k)
+            self.overflow |= ties
+        else:
+            last = last_of(scores, self.sampling.top_k)
+        odds = probabilities(scores, last, self.sampling, self.numbers)
         token = draw(odds, self.uniform.index_select(0, buffers.count).T)  # (R, 1)
+        if self.few:
+            token = tokens.gather(1, token)
         if self.seen is not None:
             self.seen.scatter_(1, token, True)
         buffers.token.copy_(token)
@@ -136,24 +149,49 @@ class SampleLoop(Loop):
         buffers.count.add_(1)
 
 
+Numbers = dict[str, torch.Tensor]  # by the name of an option its value, () float64
+
+
+def penalised(logits: torch.Tensor, seen: torch.Tensor | None, numbers: Numbers) -> torch.Tensor:
+    """Penalise the tokens of the history, ``seen`` (R, V), if they are given: (R, V) float32, then float64."""
+    if seen is None:
+        return logits  # of float32 the likeliest are found sooner
+    scores, penalty = logits.double(), numbers["repetition_penalty"]
+    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+def last_of(scores: torch.Tensor, top_k: int) -> torch.Tensor | None:
+    """The score (R, 1) of the last token that ``top_k`` keeps, if it leaves any out."""
+    return scores.topk(top_k, dim=-1).values[:, -1:] if 0 < top_k < scores.shape[-1] else None
+
+
+def likeliest(scores: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Leave C = ``top_k`` + `TIES` of the tokens, in their order in the vocabulary.
+
+    Returns:
+        Their scores (R, C), the `last_of` all (R, 1), the tokens (R, C) int64, and whether in some row (1,) tokens are
+        missing that are as likely as the last.
+    """
+    values, tokens = scores.topk(top_k + TIES, dim=-1)
+    last = values[:, top_k - 1 : top_k]
+    ties = ((values[:, -1:] >= last) & (last > -torch.inf)).any().view(1)
+    tokens, order = tokens.sort(dim=-1)
+    return values.gather(1, order), last, tokens, ties
+
+
 def probabilities(
-    logits: torch.Tensor, seen: torch.Tensor | None, sampling: SamplingParams, numbers: dict[str, torch.Tensor]
+    scores: torch.Tensor, last: torch.Tensor | None, sampling: SamplingParams, numbers: Numbers
 ) -> torch.Tensor:
     """Compute `decoding.sampling.probabilities` by operators that a graph can hold.
 
-    From logits (R, V) float32, -inf for suppressed tokens, to (R, V) float64 that need not sum to 1. ``seen`` (R, V)
-    are the tokens of the history, if their repetition is penalised. ``sampling`` says which changes are made, and
-    ``top_k``; ``numbers`` are the values of the others, by name, () float64.
+    From `penalised` scores (R, C), -inf for suppressed tokens, to (R, C) float64 that need not sum to 1. Tokens below
+    ``last`` (R, 1) are left out. ``sampling`` says which of the further changes are made, by their ``numbers``.
     """
-    scores, ranking = logits.double(), logits  # the order of what is not penalised is that of its float32: found sooner
-    if sampling.repetition_penalty != 1:
-        penalty = numbers["repetition_penalty"]
-        ranking = scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    ranking, scores = scores, scores.double()
     scores = scores - scores.amax(dim=-1, keepdim=True)  # before the division, which might overflow
     if sampling.temperature != 1:
         scores = scores / numbers["temperature"]
-    if 0 < sampling.top_k < logits.shape[-1]:
-        last = ranking.topk(sampling.top_k, dim=-1).values[:, -1:]
+    if last is not None:
         scores = scores.masked_fill(ranking < last, -torch.inf)
     odds = scores.exp()
     if sampling.top_p < 1:
@@ -226,17 +264,22 @@ def run_samples(
     suppressed: SuppressedTokens = None, history: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
     """Take n steps that draw, as `decoding.backend.Backend` documents them."""
-    count = uniform.shape[2]
     # One loop, and one graph, for all values of the numbers.
     changed = [getattr(sampling, name) != getattr(SamplingParams(), name) for name in _NUMBERS]
-    key, make = ("samples", sampling.top_k, *changed), partial(SampleLoop, sampling=sampling)
-    loop = _start(backend, state, input_ids, count, suppressed, key, make)
-    for name, number in loop.numbers.items():
-        number.fill_(getattr(sampling, name))
-    rows = len(state.buffers.token)
-    loop.uniform[:count] = torch.from_numpy(uniform.reshape(rows, count).T.copy())
-    if loop.seen is not None:
-        loop.seen.zero_().scatter_(1, backend._on_device(history), True)
-    loop.run(count)
+    rows, count = state.rows.lengths.size, uniform.shape[2]
+    for few in (True, False) if 0 < sampling.top_k < backend.vocab_size - TIES else (False,):
+        make = partial(SampleLoop, sampling=sampling, few=few)
+        key = ("samples", sampling.top_k, few, *changed)
+        loop = _start(backend, state, input_ids, count, suppressed, key, make)
+        for name, number in loop.numbers.items():
+            number.fill_(getattr(sampling, name))
+        loop.overflow.zero_()
+        loop.uniform[:count] = torch.from_numpy(uniform.reshape(rows, count).T.copy())
+        if loop.seen is not None:
+            loop.seen.zero_().scatter_(1, backend._on_device(history), True)
+        loop.run(count)
+        if not loop.overflow.item():
+            break
+        state.buffers.lengths.copy_(torch.as_tensor(state.rows.lengths.ravel()))  # take these steps again
     state.rows = state.rows.appended(input_ids.shape[2] - 1 + count)
     return loop.generated[:count].T.to("cpu", copy=True).numpy().reshape(*state.rows.shape, count)

@@ -21,7 +21,7 @@ from t5accel.backends.torch_static_buffers import StaticBuffers, capture_graph
 if TYPE_CHECKING:
     from t5accel.backends.torch_static import StaticSource, TorchStatic
 
-ROWS = (8, 32, 128, 256)  # capacities; beyond, multiples of the last
+ROWS = (8, 32, 64, 128, 256)  # capacities; beyond, multiples of the last
 ENCODED_AT_ONCE = 16_384  # padded source tokens of one call of the encoder
 CAPTURED_BYTES = 256 * 2**20  # of cross-attention: for more, the encoder is not captured, as its products take longer
 LOWEST = torch.finfo(torch.float32).min  # added to a logit

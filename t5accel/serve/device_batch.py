@@ -13,7 +13,8 @@ from t5accel.decoding.backend import Source
 from t5accel.serve.running_batch import GreedySequence, RunningBatch, RunningSequence
 
 MAX_STEPS = 8  # between two readings of a device's tokens
-MAX_CHUNK_S = 0.02  # of these steps: newcomers wait that long
+MAX_CHUNK_S = 0.02  # of these steps, by `MANY_ROWS`, and less by fewer: newcomers and streams wait that long
+MANY_ROWS = 32
 PATIENCE = 256  # steps in shapes that are larger than needed, before rows move to a smaller one
 LENGTH, TOKEN, SHORTEST, SOURCE = range(4)  # of each row's column in the table; the device gets the first three
 IDLE = np.array([[0], [0], [-1], [0]])
@@ -34,8 +35,8 @@ def _is_greedy(part: RunningSequence) -> bool:
 class DeviceRunningBatch:
     """A `RunningBatch` with several steps per call, over the rows of ``backend.in_flight()``.
 
-    With few rows it takes one step, so that no stream waits; with many up to `MAX_STEPS` within `MAX_CHUNK_S`. Samples
-    and beams need the host after each step: with any of them, all rows take one.
+    The more rows there are, the more steps, up to `MAX_STEPS` within `MAX_CHUNK_S`: streams wait for these. Samples and
+    beams need the host after each step: with any of them, all rows take one.
 
     >>> from t5accel.backends.torch_static import TorchStatic
     >>> from t5accel.models.load import load_model
@@ -147,11 +148,12 @@ class DeviceRunningBatch:
                         part.error = error
 
     def _count(self) -> int:
-        count = min(MAX_STEPS, max(1, self.rows // 4), max(part.writer.missing for part in self.parts))
+        count = min(MAX_STEPS, max(part.writer.missing for part in self.parts))
         # A row that ends within these steps goes on to their end: not into larger buffers, nor beyond all positions.
         room = min(self._device.shape[2], self._positions) - int(self._table[LENGTH].max())
         count = min(count, room) if room > 0 else 1
-        return max(1, min(count, int(MAX_CHUNK_S / self._step_s))) if self._step_s else count
+        share = min(1.0, self.rows / MANY_ROWS)
+        return max(1, min(count, int(share * (MAX_CHUNK_S / self._step_s if self._step_s else MAX_STEPS))))
 
     def _update_step_time(self, step_s: float) -> None:
         # The shortest recent step: a pause of the host is not the device's time.

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -250,17 +250,18 @@ class Scheduler:
 
     def _evict(self, now: float) -> None:
         """Fail cancelled and late requests; after the grace period all."""
-        late = ShuttingDownError("The server was shut down before this request was done.")
+        late = None
+        if now >= self._ends_at:
+            late = ShuttingDownError("The server was shut down before this request was done.")
 
-        def error_of(handle: RequestHandle) -> Exception | None:
-            return handle.cancellation_error(now) or (late if now >= self._ends_at else None)
+        def errors_of(handles: Iterable[RequestHandle]) -> dict[RequestHandle, Exception]:
+            return {handle: error for handle in handles if (error := handle.cancellation_error(now) or late)}
 
         with self._changed:
-            waiting = [handle for _, handle in self._queue]
-            errors = {handle: error for handle in waiting if (error := error_of(handle))}
+            errors = errors_of([handle for _, handle in self._queue])
             if errors:
                 self._queue = [entry for entry in self._queue if entry[1] not in errors]
-        errors |= {handle: error for handle in self._running if (error := error_of(handle))}
+        errors |= errors_of(self._running)
         for handle, error in errors.items():
             self._fail(handle, error)
 

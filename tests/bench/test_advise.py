@@ -254,7 +254,7 @@ def test_a_gpu_is_answered_from_the_files_of_the_cards() -> None:
     assert "No recommendation" in beams and "bf16" in beams and "--suite gpu" in beams
 
 
-@pytest.mark.parametrize("need", [dict(), dict(beams=4), dict(matters="throughput")])
+@pytest.mark.parametrize("need", [dict(beams=4), dict(matters="throughput")])
 def test_the_lines_of_python_are_a_whole_program(need: dict[str, Any], cache_of_its_own: Any) -> None:
     lines = [text[2:] for text in report(recommend(Need("mini", **need))).splitlines()[2:]]
     end = next(at for at, text in enumerate(lines) if text.startswith("sts on"))

@@ -10,16 +10,7 @@ from refused import refused
 from bench import evaluation, systems
 from bench.results import checked
 from bench.scoreboard import Forced, Natural, bench, sizes
-from bench.systems import (
-    BOARD,
-    CPU_REFERENCE,
-    ON_DEVICE,
-    SYSTEMS,
-    BenchModel,
-    System,
-    select_systems,
-    weight_bytes,
-)
+from bench.systems import BOARD, CPU_REFERENCE, ON_DEVICE, SYSTEMS, BenchModel, System, select_systems, weight_bytes
 from t5accel.errors import InputError
 from t5accel.models.load import BUNDLED
 from t5accel.models.random_init import random_t5
@@ -178,15 +169,6 @@ def test_the_memory_of_natural_answers_is_that_of_one_batch():
     job = Natural(texts=3, longest=4).once(2)
     row = sizes(int8, subject, job.answers(subject), 2, peak_memory=True)
     assert job.texts == 2 and row["peak_memory_bytes"] > row["base_memory_bytes"] + row["size_bytes"] / 2
-
-
-def test_every_system_runs_by_itself_and_exact_ones_agree(tiny):
-    subject = subject_of(tiny)
-    outputs = {system: JOB.answers(subject)(system.build(subject), 2) for system in BOARD}
-    expected = outputs[BOARD[0]]
-    for system, output in outputs.items():
-        assert output.shape == expected.shape
-        assert system.recipe.name != "fp32" or (output == expected).all()
 
 
 def test_students_are_measured_in_place_of_their_teacher_alone():

@@ -53,6 +53,7 @@ def test_usage_errors(tmp_path, monkeypatch):
 
 REFUSED = {
     "board --model random:t5-tiny --json x": "random:t5-small", "board --technique magic --json x": "'magic'",
+    "board --suite gpu": "give --json FILE",
     "board --quality-limit -1 --json x": "limit", "board --model nope --threads 1 --json x": "'nope'",
     **{f"board --{name} {n} --json x": f"--{name} " for name in COUNTS[:-1] for n in (0,)},
     "advise --task poems": "--task ", "advise --matters speed": "matters ",
@@ -200,7 +201,8 @@ def test_evaluate_prints_the_report_and_writes_what_it_is_told(tmp_path):
 
 def test_progress_is_for_those_who_watch(monkeypatch, dev):
     options = ("evaluate", "--data", dev, "--metric", "exact_match")
-    assert call(*options).exit_code == 0 and call(*options).stderr == ""
+    quiet = call(*options)
+    assert (quiet.exit_code, quiet.stderr) == (0, "")
     monkeypatch.setattr("t5accel.machine.watches_stderr", lambda: True)
     result = call(*options)
     assert result.stdout == "30 rows: exact_match 100.00\n"

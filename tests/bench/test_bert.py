@@ -118,8 +118,6 @@ def moved(model: Any, pruning: Pruning, share: float = 1.0) -> Any:
 @pytest.mark.parametrize(
     "pruning",
     [
-        Pruning(heads=0.5),
-        Pruning(neurons=0.6),
         Pruning(heads=0.5, neurons=0.5),
         Pruning(blocks=0.7, neurons=0.3, block_size=8),
         Pruning(heads=0.4, blocks=0.5, block_size=16),

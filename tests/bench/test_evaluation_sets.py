@@ -54,11 +54,6 @@ def test_translations_accept_one_to_three_texts() -> None:
     assert all(len(set(row["references"])) == len(row["references"]) for row in evaluation.rows("translation"))
 
 
-@pytest.mark.parametrize("name", ["summaries", "questions"])
-def test_two_halves_of_a_hundred(name: str) -> None:
-    assert Counter(evaluation.half(row) for row in evaluation.rows(name)) == {"seen": 100, "unseen": 100}
-
-
 def test_about_a_quarter_of_the_questions_is_unanswerable() -> None:
     rows = evaluation.rows("questions")
     for half in ("seen", "unseen"):
@@ -118,12 +113,6 @@ def test_unknown_sets_and_limits_are_refused() -> None:
     for call in calls:
         refused(call, "name", "squad", "", "../eval/translation", None, match="translation, summaries, questions")
     refused(partial(evaluation.rows, "translation"), "limit", 0, -1, 2.0, "3", True)
-
-
-def test_half_and_group_of_foreign_rows() -> None:
-    assert evaluation.half({"id": "squad-56be"}) is None
-    assert evaluation.group("translation", {"source": "Wait!"}) is None
-    assert evaluation.group("questions", {"id": "questions-unseen-009"}) == "unseen"
 
 
 def test_rare_separators_stay_inside_a_text_and_a_missing_file_is_named(tmp_path: Path, monkeypatch) -> None:

@@ -1,22 +1,30 @@
 """What is drawn from rows: tables and pictures show the rows and nothing else, and only what may be compared."""
 
 import base64
+import inspect
 import io
 import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from refused import refused
 from test_ladder import TOY, shown
 
+from bench import drawings
 from bench import figures as draw
 from bench.drawings import attention_work
 from bench.figures import board, caption, page, plot_board, plot_ladders, plot_standings, table
 from bench.peers import GRID, PeerResult
 from t5accel.errors import InputError, MissingPackageError, install
 from t5accel.timing import Comparison, Latency, Ratio, Work
+
+
+def is_drawing(made: object) -> bool:
+    return inspect.isfunction(made) and made.__module__ == drawings.__name__ and not made.__name__.startswith("_")
+
 
 REFERENCE = dict(
     measured="speed", system="the reference", reference="the reference", backend="theirs", model="mini",
@@ -78,6 +86,35 @@ def test_a_plot_draws_lines_of_pairs_and_bars_of_numbers_large_enough_to_read() 
         texts = figure.findobj(lambda part: hasattr(part, "get_fontsize") and part.get_text())
         assert texts and min(text.get_fontsize() for text in texts) >= 10
         assert Image.open(io.BytesIO(figure._repr_png_())).info["dpi"][0] == pytest.approx(draw.DPI, abs=1)
+
+
+DRAWINGS = {  # arguments that show every kind of mark
+    "attention_work": (),
+    "rewritings": ({"a norm": (["Pow", "Mul"], ["SimplifiedLayerNormalization"])},),
+    "t5_step": (),
+    "course_map": ({"encoder": (5.0, 3.0, "02"), "decoder": (50.0, 20.0, "01 to 06")},),
+    "beam_tree": (),
+    "stacked": ({"ours": {"model": 3.0, "loop": 1.0}, "theirs": {"model": 4.0, "loop": 2.0}}, "ms"),
+    "split_layouts": (
+        {
+            "whole": [["embedding", "encoder", "cross", "decoder"]],
+            "two graphs": [["embedding", "encoder", "cross"], ["embedding", "decoder"]],
+        },
+        {"embedding": 66.0, "encoder": 76.0, "cross": 13.0, "decoder": 88.0},
+    ),
+    "handed_over": ({"token": 8, "past": 3_000_000, "source": 2_000_000, "logits": 128_000, "longer past": 3_100_000},),
+    "rounding_levels": ({f"blocks of {n}": (np.array([0.1, -0.2, 0.3, 5.0]), n) for n in (2, 4)},),
+    "launch_timeline": (),
+    "gantt": ({"static": [(0, 1, 4, 8), (1, 1, 8, 8)]},),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, made in vars(drawings).items() if is_drawing(made)])
+def test_a_drawing_is_a_figure_whose_words_can_be_read(name: str) -> None:
+    figure = getattr(drawings, name)(*DRAWINGS[name])
+    texts = figure.findobj(lambda part: hasattr(part, "get_fontsize") and part.get_text() and part.get_visible())
+    assert figure.axes and texts and min(text.get_fontsize() for text in texts) >= 10
+    assert figure._repr_png_().startswith(b"\x89PNG")
 
 
 def test_the_drawing_of_attention_counts_what_a_cache_saves() -> None:

@@ -470,15 +470,15 @@ def test_only_some_cells(toy: str, tmp_path: Path) -> None:
 def test_other_commits_and_packages_go_on_and_another_card_does_not(toy: str, tmp_path: Path, monkeypatch) -> None:
     path, cells = tmp_path / "rows.json", [replace(cell(toy), name=name) for name in ("one", "two")]
     facts = records.environment()
-    monkeypatch.setattr(suite, "here", lambda: facts | {"commit": "one"})
+    monkeypatch.setattr(suite, "environment", lambda: facts | {"commit": "one"})
     run(path, cells[:1])
     later = facts | {"commit": "two", "versions": facts["versions"] | {"onnxruntime-gpu": "1.31.1"}}
     later["machine"] = facts["machine"] | {"memory_bytes": 1, "os": "another kernel"}
-    monkeypatch.setattr(suite, "here", lambda: later)
+    monkeypatch.setattr(suite, "environment", lambda: later)
     rows, _ = run(path, cells)
     assert [row["commit"] for row in rows] == ["one"] * 3 + ["two"] * 3
     other = facts | {"machine": facts["machine"] | {"gpu": {"name": "NVIDIA H200"}}}
-    monkeypatch.setattr(suite, "here", lambda: other)
+    monkeypatch.setattr(suite, "environment", lambda: other)
     rows, _ = run(path, cells[:1])
     assert len(rows) == 3 and len([*tmp_path.glob("rows*.json")]) == 2
 

@@ -61,8 +61,8 @@ def test_the_closed_loop_hides_what_the_open_one_shows(stalling) -> None:
     url, app = stalling
     found = []
     for kind in (dict(rate_per_s=60.0), dict(clients=2)):
-        app.stalls_at = time.perf_counter() + 0.5
-        found.append(asyncio.run(offer(Load(url, [BODY], seconds=2.0, **kind))))
+        app.stalls_at = time.perf_counter() + 0.3
+        found.append(asyncio.run(offer(Load(url, [BODY], seconds=1.6, **kind))))
     opened, closed = found
     slow = [sum(latency > 0.1 for latency in outcome.latency_s) for outcome in found]
     assert slow[0] > 30 and slow[1] < slow[0] / 4, "sixty would have come in that second; two clients waited"

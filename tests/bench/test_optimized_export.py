@@ -150,7 +150,7 @@ def test_an_optimized_graph_runs_and_goes(portable, monkeypatch, tmp_path: Path,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["disable", "extended"])
 def test_a_session_optimises_as_it_is_told(tiny_t5, portable, padded_batch, level: str) -> None:
     backend = OrtNumpy(portable(), settings=SessionSettings(threads=1, graph_optimization=level))
     for session in (backend.encoder, backend.decoder):
@@ -186,9 +186,10 @@ def check_same(backend: OrtNumpy, model: Any, padded_batch: Any) -> None:
     check_equals_generate(backend, model, *padded_batch, max_new_tokens=12)
 
 
-@pytest.mark.parametrize("external", [True, False], ids=["weights beside", "weights inside"])
-def test_optimised_by_onnxruntime(optimized, tiny_t5, kind: str, padded_batch, external: bool) -> None:
-    check_same(OrtNumpy(optimized(kind, external), settings=ONE_THREAD), tiny_t5(kind), padded_batch)
+def test_optimised_by_onnxruntime(optimized, tiny_t5, kind: str, padded_batch) -> None:
+    """With weights beside the graphs, and of one kind with weights inside, too."""
+    for external in (True, False) if kind == "gated-untied" else (True,):
+        check_same(OrtNumpy(optimized(kind, external), settings=ONE_THREAD), tiny_t5(kind), padded_batch)
 
 
 @pytest.mark.parametrize("kind", ["deeper-decoder", "umt5"])
@@ -311,7 +312,7 @@ def test_refused_elsewhere(portable, optimized, monkeypatch, where: str) -> None
     for open_ in (OrtNumpy, OrtBound, partial(accelerate, progress=False)):
         with pytest.raises(ExportError, match=f"here is {where}"):
             open_(folder)
-    for runs_anywhere in (portable(), optimized(level="basic"), optimized(level="disable")):
+    for runs_anywhere in (portable(), optimized(level="basic")):
         OrtNumpy(runs_anywhere, settings=ONE_THREAD)
 
 

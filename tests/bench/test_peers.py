@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -129,34 +127,14 @@ def test_we_stand_beside_the_best_peer_of_our_precision():
     assert [(one.model, one.ratio) for one in peer_results(rows)] == [("toy", 2), ("toy", 0.5), ("another", 4)]
 
 
-def test_the_grid_is_that_of_the_protocol():
-    assert {(c.batch, c.source_tokens, c.beams) for c in GRID} == {
-        (batch, source, beams) for batch in (1, 8, 32) for source in (32, 128, 512) for beams in (1, 4)
-    }
-    assert len(GRID) == 18 and set(QUICK) < set(GRID)
+def test_the_grid_has_systems_for_every_cell():
+    assert len(GRID) == 18 and set(QUICK) < set(GRID) and len({s.name for s in PEERS}) == len(PEERS)
     assert PEERS[0].name == REFERENCE and [s.name for s in PEERS if s.ours][:3] == [OURS, OURS_GENERATE, OURS_EXACT]
-    assert {(s.precision, s.ours) for s in PEERS} >= {("int8", True), ("int8", False), ("int4", True)}
     assert {int8_for(cell) for cell in GRID} <= {s.name for s in PEERS if s.ours and s.precision.startswith("int8")}
     assert all(s.precision in RECIPES for s in PEERS if s.ours)
-    assert len({s.name for s in PEERS}) == len(PEERS)
-    everywhere = [s for s in PEERS if all(map(s.cells, GRID))]
-    assert {s.name for s in PEERS} - {s.name for s in everywhere} == {
+    assert [s.name for s in PEERS if not all(map(s.cells, GRID))] == [
         "torch.compile, static cache", OURS_EXACT, OURS_OPENVINO
-    }  # fmt: skip
-
-
-def test_every_environment_has_its_list_with_exact_versions():
-    systems = [s for grid in GRIDS.values() for group in grid.systems() for s in group]
-    wanted = {s.environment for s in systems if not s.ours}
-    lists = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "requirements/peers").glob("*.txt")}
-    assert lists.keys() == wanted
-    for text in lists.values():
-        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-        assert lines and all(line.count("==") == 1 for line in lines)
-        assert any(line.startswith("torch==2.13.0") for line in lines)
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (made,) = [line for line in makefile.splitlines() if line.startswith("PEERS := ")]
-    assert {*made.split()[2:]} == wanted
+    ]  # fmt: skip
 
 
 # Workers: the real script, with the engines that the test environment has.
@@ -262,12 +240,10 @@ def test_families_are_measured_as_they_are_published(script: Any, tmp_path: Path
             worker.close()
 
 
-def test_a_missing_environment_is_named(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.record.peers", "--build", str(tmp_path), "--json", str(tmp_path / "x.json")],
-        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0 and "transformers4/bin/python is missing: `make peers`" in done.stderr
+def test_a_missing_environment_is_named(script: Any, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["peers", "--build", str(tmp_path), "--json", str(tmp_path / "x.json")])
+    with pytest.raises(PeerError, match="transformers4/bin/python is missing: `make peers`"):
+        script.main()
     assert not (tmp_path / "x.json").exists()
 
 

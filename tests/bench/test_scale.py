@@ -11,18 +11,7 @@ import numpy as np
 import pytest
 
 from bench.results import checked, filter_rows, load_results
-from bench.scale import (
-    MACHINE_PRICES,
-    Failures,
-    MachinePrice,
-    Pace,
-    Speed,
-    attempts,
-    job_cost,
-    knee,
-    simulate,
-    speeds,
-)
+from bench.scale import MACHINE_PRICES, Failures, MachinePrice, Pace, Speed, attempts, job_cost, knee, simulate, speeds
 from bench.serving.rates import keeps_up
 from t5accel.errors import InputError
 

@@ -17,6 +17,7 @@ from test_bench_commands import call, refused
 from test_scheduler import Joining
 from test_server import Letters
 
+from bench.peers import GRIDS
 from bench.serving.load import ask
 from bench.serving.servers import Asked, Batches, Running, Server, free_port, make_app, other, ours, together
 from bench.serving.triton import triton_server, write_repository
@@ -83,21 +84,8 @@ def test_the_application_around_them() -> None:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
-    result = call(
-        "triton",
-        "--out",
-        folder,
-        "--precision",
-        "int8",
-        "--rows",
-        8,
-        "--window-ms",
-        5,
-        "--instances",
-        2,
-        "--threads",
-        1,
-    )
+    options = "--precision int8 --rows 8 --window-ms 5 --instances 2 --threads 1"
+    result = call("triton", "--out", folder, *options.split())
     assert result.exit_code == 0 and "mini-in-flight: POST /v2/models/mini-in-flight/generate_stream" in result.stdout
     return folder
 
@@ -219,13 +207,23 @@ def test_sequences_of_triton_s_join_and_leave(opened: Any) -> None:
 # Processes
 
 
-def test_every_server_of_others_has_its_list_with_exact_versions() -> None:
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("servers", {"triton", "ray"}),
+        ("peers", {one.environment for grid in GRIDS.values() for group in grid.systems() for one in group} - {"ours"}),
+    ],
+)  # fmt: skip
+def test_every_environment_of_others_has_its_list_with_exact_versions(kind: str, wanted: set[str]) -> None:
     root = Path(__file__).resolve().parents[2]
-    lists = {path.stem: path.read_text(encoding="utf-8") for path in (root / "requirements/servers").glob("*.txt")}
-    assert f"SERVERS := {' '.join(sorted(lists, reverse=True))}\n" in (root / "Makefile").read_text(encoding="utf-8")
+    lists = {path.stem: path.read_text(encoding="utf-8") for path in (root / "requirements" / kind).glob("*.txt")}
+    makefile = (root / "Makefile").read_text(encoding="utf-8").splitlines()
+    (made,) = [line for line in makefile if line.startswith(f"{kind.upper()} := ")]
+    assert {*made.split()[2:]} == lists.keys() == wanted
     for text in lists.values():
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]
         assert lines and all(line.count("==") == 1 for line in lines)
+        assert kind == "servers" or any(line.startswith("torch==2.13.0") for line in lines)
 
 
 def test_servers_are_started_asked_killed_and_started_again(tmp_path: Path) -> None:

@@ -13,21 +13,12 @@ import pytest
 import torch
 
 from bench.bert.graphs import fed_run
-from bench.bert.ladder import (
-    ON_GPU,
-    RUNGS,
-    Readers,
-    build,
-    quality_rows,
-    random_inputs,
-    size_bytes,
-    speed_rows,
-)
+from bench.bert.ladder import ON_GPU, RUNGS, Readers, build, quality_rows, random_inputs, size_bytes, speed_rows
 from bench.bert.model import random_bert, resize, widths
 from bench.bert.reader import opened
 from bench.bert.served import Protocol, Served, asked_of, numbered, served_rows, single_words
 from bench.bert.spans import answerer, torch_run
-from bench.gpt2 import GRAPHS, OPTIMUM, PYTORCH, WAYS, Gpt2, bytes_of_logits, gpt2_rows, random_gpt2
+from bench.gpt2 import OPTIMUM, WAYS
 from bench.gpu.other_models import cells
 from bench.gpu.suite import table
 from bench.results import checked
@@ -171,19 +162,6 @@ def test_servers_answer_as_their_models_before_they_are_timed(readers: Readers, 
     assert loops[0]["rate_per_s"] == loops[1]["rate_per_s"] and all(row["answered"] > 0 for row in loops)
     with pytest.raises(ParityError, match="wrong: . of 6"):
         served_rows([replace(other, name="wrong", model=str(readers.graph("pruned")))], **how)
-
-
-def test_gpt2_s_ways_write_the_same_and_say_what_they_hand_over(tmp_path: Path) -> None:
-    sizes = dict(vocab_size=200, n_embd=64, n_layer=2, n_head=4, n_positions=64)
-    gpt2 = Gpt2(random_gpt2(sizes), tmp_path, 1)
-    ways = [way for way in WAYS if way != OPTIMUM]
-    rows = [checked(row) for row in gpt2_rows(gpt2, model="tiny", new_tokens=12, rounds=3, ways=ways)]
-    assert [row["system"] for row in rows] == ways and rows[0]["system"] == PYTORCH
-    assert all(row["equal"] == row["of"] == 12 and row["distinct"] > 2 for row in rows)
-    moved = {row["system"]: row["moved_bytes"] for row in rows if row["system"] in GRAPHS}
-    assert moved["ONNX Runtime, no cache, numpy"] > bytes_of_logits(8, 12, vocabulary=200)
-    assert moved["ONNX Runtime, cache, bound"] < moved["ONNX Runtime, cache, numpy"]
-    assert moved["ONNX Runtime, no cache, bound"] * 5 < moved["ONNX Runtime, no cache, numpy"]
 
 
 def test_a_recording_goes_on_with_the_part_that_is_missing(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -129,10 +129,11 @@ def pair(request: pytest.FixtureRequest, folder: Path, bundled: Pair, characters
 def test_evaluation_sets(pair: Pair, texts: list[str]) -> None:
     rust, ours = pair
     assert len(texts) > 1400
-    for text in texts[::5]:
+    for text in texts[::15]:
         same(pair, text)
-    expected = [encoding.ids for encoding in rust.encode_batch(texts)]
-    assert ours.encode_batch(texts) == expected == ours.encode_batch(iter(texts))
+    some = texts[::3]
+    expected = [encoding.ids for encoding in rust.encode_batch(some)]
+    assert ours.encode_batch(some) == expected == ours.encode_batch(iter(some))
     assert ours.encode_batch([]) == []
 
 
@@ -146,13 +147,13 @@ def test_awkward_texts(pair: Pair) -> None:
             same(pair, around)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(text=TEXTS)
 def test_any_text(pair: Pair, text: str) -> None:
     same(pair, text)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_text_of_pieces_and_special_tokens(pair: Pair, data: st.DataObject) -> None:
     pieces = sorted(pair[0].get_vocab())
@@ -160,7 +161,7 @@ def test_text_of_pieces_and_special_tokens(pair: Pair, data: st.DataObject) -> N
     same(pair, "".join(data.draw(st.lists(part, max_size=8))))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(ids=st.lists(st.integers(0, 40) | st.integers(0, 7000)), skip=st.booleans())
 @example(ids=[0, 3, 1, 2**32 - 1], skip=True)
 def test_any_ids(bundled: Pair, ids: list[int], skip: bool) -> None:
@@ -181,7 +182,7 @@ def test_every_old_character(characters: bytes) -> None:
     ]  # fmt: skip
     digits, split = pre_tokenizers.Digits(individual_digits=True), {"type": "Digits", "individual_digits": True}
     for char in filter(is_supported, map(chr, range(0x30000))):
-        if "\u4dff" < char < "\u9fa6" or "\uabff" < char < "\ud7a4":
+        if "\u33ff" < char < "\ud7a4" and ord(char) % 9:
             continue  # ideographs and syllables, which are many and alike
         for rust, ours in steps:
             for text in (char, f"a\u0301{char}\u0334"):
@@ -208,7 +209,7 @@ SCORES = st.sampled_from([-1, -2, -3, -0.1, -0.2, -0.3, 0, 2.5]) | st.integers(-
 )  # ties
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     data=st.data(), vocab=st.lists(st.tuples(st.text("ab▁ c", min_size=1, max_size=4), SCORES), min_size=1, max_size=12)
 )
@@ -288,13 +289,6 @@ def test_what_is_refused(bundled: Pair, tmp_path: Path) -> None:
     refused(UnigramTokenizer.from_file, "path", *places, match="does not exist")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff{}", b"[]", b"5", b"{}", b'{"model": null}', b'{"model": []}'])
-def test_no_tokenizer(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(InputError, match=r"tokenizer\.json"):
-        UnigramTokenizer.from_file(tmp_path)
-
-
 TOKEN = {"id": 2, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": True}  # fmt: skip
 GOOD = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]], "byte_fallback": False}
@@ -306,30 +300,16 @@ SPLIT = {"type": "Split", "pattern": {"Regex": r"\s+"}, "behavior": "Isolated", 
     [
         ({"model": GOOD | {"type": "BPE"}}, "BPE"),
         ({"model": GOOD | {"byte_fallback": True}}, "byte_fallback"),
-        ({"model": GOOD | {"unk_id": None}}, r"tokenizer\.json"),
         ({"model": GOOD | {"unk_id": 2}}, r"tokenizer\.json"),
-        ({"model": GOOD | {"vocab": []}}, r"tokenizer\.json"),
-        ({"model": GOOD | {"vocab": [["a", None]]}}, r"tokenizer\.json"),
         ({"truncation": {"max_length": 8}}, "truncation"),
-        ({"padding": {"strategy": "BatchLongest"}}, "padding"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}}, "NFC"),
         ({"normalizer": {"type": "Replace", "pattern": {"Regex": "a*"}, "content": ""}}, r"a\*"),
         ({"normalizer": {"type": "BertNormalizer", "long": "A" * 300_000}}, "BertNormalizer"),
-        ({"pre_tokenizer": {"type": "ByteLevel"}}, "ByteLevel"),
         ({"pre_tokenizer": SPLIT | {"behavior": "Removed"}}, "Removed"),
-        ({"pre_tokenizer": SPLIT | {"invert": True}}, "invert"),
-        ({"pre_tokenizer": SPLIT | {"pattern": {"String": "a"}}}, "String"),
         ({"pre_tokenizer": {"type": "Digits", "individual_digits": False}}, "Digits"),
-        ({"pre_tokenizer": METASPACE | {"prepend_scheme": "first"}}, "first"),
-        ({"pre_tokenizer": METASPACE | {"split": False}}, "split"),
-        ({"pre_tokenizer": METASPACE | {"replacement": "_"}}, "_"),
-        ({"post_processor": {"type": "ByteLevel"}}, "ByteLevel"),
         ({"post_processor": {"type": "TemplateProcessing", "single": [], "special_tokens": {}}}, "TemplateProcessing"),
         ({"decoder": None}, "decoder None"),
-        ({"decoder": METASPACE | {"prepend_scheme": "never"}}, "never"),
         ({"added_tokens": [TOKEN | {"single_word": True}]}, "<x>"),
-        ({"added_tokens": [TOKEN | {"normalized": True}]}, "<x>"),
-        ({"added_tokens": [TOKEN | {"id": 3}]}, r"tokenizer\.json"),
         ({"added_tokens": [TOKEN | {"id": 1}]}, "not at its id"),
     ],
     ids=shown,
@@ -339,3 +319,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path, parts: dict[str, Any],
     with pytest.raises(InputError, match=message) as error:
         UnigramTokenizer.from_file(tmp_path)
     assert str(tmp_path) in str(error.value) and len(str(error.value)) < 600
+    for content in (b"", b"\xff{}", b"[]", b'{"model": null}'):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(InputError, match=r"tokenizer\.json"):
+            UnigramTokenizer.from_file(tmp_path)

@@ -16,10 +16,19 @@ from test_sampling import SAMPLINGS, WARM
 from test_torch_static import with_graphs
 from test_torch_static_beams import host_is_not_asked
 
+from t5accel.backends import torch_static_loops
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.backends.torch_static_loops import _NUMBERS, draw, probabilities
+from t5accel.backends.torch_static_loops import (
+    _NUMBERS,
+    TIES,
+    draw,
+    last_of,
+    likeliest,
+    penalised,
+    probabilities,
+)
 from t5accel.decoding import sampling as distribution
 from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.parity import assert_close, assert_varied
@@ -30,15 +39,20 @@ TOP = {"top-k and top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.9), 
 
 
 def on_device(
-    logits: np.ndarray, history: np.ndarray | None, sampling: SamplingParams, device: str = "cpu"
+    logits: np.ndarray, history: np.ndarray | None, sampling: SamplingParams, device: str = "cpu", *, few: bool = False
 ) -> np.ndarray:
-    """The device's `probabilities`, summing to 1."""
+    """The device's `probabilities`, summing to 1; by the likeliest tokens, if ``few`` and these are enough."""
     seen, given = None, torch.from_numpy(logits).to(device)
     if history is not None:
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
         seen.scatter_(1, torch.from_numpy(history).to(device), True)
     numbers = {name: torch.tensor(getattr(sampling, name), dtype=torch.float64, device=device) for name in _NUMBERS}
-    odds = probabilities(given, seen, sampling, numbers)
+    scores = penalised(given, seen, numbers)
+    odds = probabilities(scores, last_of(scores, sampling.top_k), sampling, numbers)
+    if few and 0 < sampling.top_k < logits.shape[1] - TIES:
+        scores, last, tokens, ties = likeliest(scores, sampling.top_k)
+        if not ties:
+            odds = torch.zeros_like(odds).scatter_(1, tokens, probabilities(scores, last, sampling, numbers))
     return (odds / odds.sum(dim=-1, keepdim=True)).cpu().numpy()
 
 
@@ -64,6 +78,7 @@ def test_the_distribution_is_the_hosts(
     history = rng.integers(0, vocab_size, (3, 4)) if sampling.repetition_penalty != 1 else None
     expected = distribution.probabilities(logits, history, sampling)
     assert_close(on_device(logits, history, sampling), expected, atol=1e-9)
+    assert_close(on_device(logits, history, sampling, few=True), expected, atol=1e-9)
     uniform = rng.random(3)
     found = draw(torch.from_numpy(expected), torch.from_numpy(uniform)[:, None])[:, 0]
     np.testing.assert_array_equal(found.numpy(), distribution.draw(expected, uniform))
@@ -114,6 +129,17 @@ def test_answers_are_those_of_other_runtimes_whatever_is_asked(tiny_t5, seed: in
     expected, found = (sample(one, ids, mask, **options) for one in backends)
     np.testing.assert_array_equal(found.sequences, expected.sequences)
     assert found.decoder_calls == expected.decoder_calls
+
+
+def test_equal_tokens_beyond_those_that_are_looked_at_are_drawn_too(tiny_t5, padded_batch, monkeypatch) -> None:
+    """Half of the vocabulary is as likely as the last token of top-k."""
+    model = copy.deepcopy(tiny_t5())
+    model.lm_head.weight.data[150:] = 0  # of 300 entries
+    monkeypatch.setattr(torch_static_loops, "TIES", 3)
+    options: dict[str, Any] = dict(top_k=140, temperature=20.0, seed=5, num_return_sequences=3, max_new_tokens=20)
+    expected, found = (sample(one(model), *padded_batch, **options) for one in (TorchEager, TorchStatic))
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
+    assert (found.sequences >= 150).any()
 
 
 def test_one_graph_draws_by_any_numbers(tiny_t5, padded_batch, with_graphs) -> None:
@@ -175,4 +201,5 @@ def test_a_gpu_draws_the_same(tiny_t5, padded_batch, name: str) -> None:
     history = np.arange(80).reshape(8, 10)
     expected_odds = distribution.probabilities(logits, history, sampling)
     seen = history if sampling.repetition_penalty != 1 else None
-    assert_close(on_device(logits, seen, sampling, "cuda"), expected_odds, atol=1e-6)
+    for few in (False, True):
+        assert_close(on_device(logits, seen, sampling, "cuda", few=few), expected_odds, atol=1e-6)

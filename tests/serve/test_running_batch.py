@@ -15,15 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduler import play, run
+from test_scheduler import decoded, play, run
 from test_torch_static import Replay
 
 from t5accel.backends import torch_static, torch_static_rows
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
-from t5accel.decoding.sampling import SamplingParams, sample
+from t5accel.decoding.sampling import SamplingParams
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
 from t5accel.errors import EngineError, InputError
 from t5accel.serve.device_batch import DeviceRunningBatch
@@ -68,16 +67,8 @@ def flight(backend: TorchStatic, **limits: Any) -> Scheduler:
 
 def alone(job: GenerationRequest, backend: Any) -> list[list[int]]:
     """The results of the decoding algorithms for that source alone."""
-    ids, ends = job.input_ids[None], backend.rules.eos_tokens(backend.eos_token_id)
-    options = dict(attention_mask=np.ones_like(ids), **job.bounds)
-    if job.sampling:
-        count = job.num_return_sequences
-        found = sample(backend, ids, sampling=job.sampling, seed=job.seed, num_return_sequences=count, **options)
-    elif job.num_beams > 1:
-        found = beam_search(backend, ids, num_beams=job.num_beams, length_penalty=job.length_penalty, **options)
-    else:
-        found = greedy(backend, ids, **options)
-    return [truncate_at_eos(row, ends) for row in found.sequences.tolist()]
+    ends = backend.rules.eos_tokens(backend.eos_token_id)
+    return [truncate_at_eos(row, ends) for row in decoded(job, backend).sequences.tolist()]
 
 
 def tokens(ticket: Any) -> list[list[int]]:
@@ -90,7 +81,7 @@ def new_job(number: int, most: int, source: int = 6, **options: Any) -> Generati
 
 @st.composite
 def jobs(draw: st.DrawFn) -> GenerationRequest:
-    most = draw(st.integers(1, 18))
+    most = draw(st.integers(1, 10))
     options: dict[str, Any] = dict(min_new_tokens=draw(st.sampled_from([None, None, 0, most // 2, most])))
     match draw(st.sampled_from(["greedy", "greedy", "greedy", "language", "beams", "drawn"])):
         case "language":
@@ -100,16 +91,16 @@ def jobs(draw: st.DrawFn) -> GenerationRequest:
         case "drawn":
             options |= dict(sampling=SamplingParams(temperature=2.0), seed=draw(st.integers(0, 3)),
                             num_return_sequences=draw(st.integers(1, 2)))  # fmt: skip
-    return new_job(draw(st.integers(0, 99)), most, draw(st.integers(1, 20)), **options)
+    return new_job(draw(st.integers(0, 99)), most, draw(st.integers(1, 12)), **options)
 
 
 EVENTS = st.lists(
     st.tuples(st.just("come"), jobs()) | st.tuples(st.just("come"), jobs()) | st.tuples(
         st.just("cancel"), st.integers(0, 9)) | st.tuples(st.just("rounds"), st.integers(1, 4)),
-    max_size=14)  # fmt: skip
+    max_size=12)  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(events=EVENTS, rows=st.integers(3, 9), name=st.sampled_from([*RULES]), kept=st.sampled_from([0, 2**30]))
 def test_results_are_those_of_each_request_alone(backends, events: Any, rows: int, name: str, kept: int) -> None:
     backend, eager = backends(name)
@@ -129,12 +120,12 @@ def test_many_greedy_requests_end_within_runs_of_steps(backends) -> None:
     scheduler = flight(backend, rows=64)
     seen: list[tuple[str, float]] = []
     scheduler._observe = lambda *what: seen.append(what)
-    tickets = [scheduler.submit(new_job(seed, 12, seed % 9 + 1)) for seed in range(40)]
+    tickets = [scheduler.submit(new_job(seed, 12, seed % 9 + 1)) for seed in range(20)]
     assert not scheduler.static_reason and run(scheduler) < 12, "several steps in a round"
     expected = [alone(ticket.request, eager) for ticket in tickets]
     assert [tokens(ticket) for ticket in tickets] == expected
     lengths = [len(answer) for (answer,) in expected]
-    assert len({*lengths}) > 5, "they end where they will"
+    assert len({*lengths}) > 3, "they end where they will"
     assert sum(value for name, value in seen if name == "tokens") == sum(lengths)
 
 
@@ -201,7 +192,7 @@ def test_a_stream_gets_every_token_and_a_stop_criterion_ends_within_a_run(backen
     scheduler = flight(backend, rows=64)
     stream = scheduler.submit(new_job(1, 20, stream=True))
     stop = scheduler.submit(new_job(2, 20, stopping_criterion=lambda so_far: len(so_far) == 5))
-    for seed in range(40):
+    for seed in range(12):
         scheduler.submit(new_job(seed, 20))
     run(scheduler)
     assert stream.tokens == tokens(stream)[0] == alone(stream.request, eager)[0]
@@ -214,7 +205,7 @@ def test_a_device_error_ends_few_requests(backends, where: str) -> None:
     backend, eager = backends("none")
     scheduler = flight(backend, rows=32)
     device = scheduler._batch.encoder
-    old = [scheduler.submit(new_job(seed, 20)) for seed in range(3)]
+    old = [scheduler.submit(new_job(seed, 8)) for seed in range(3)]
     scheduler.step()
     right, failing = getattr(device, where), []
 
@@ -226,7 +217,7 @@ def test_a_device_error_ends_few_requests(backends, where: str) -> None:
         return right(*arguments)
 
     setattr(device, where, fails_once)
-    new = [scheduler.submit(new_job(9, 6, 12, num_beams=2)), scheduler.submit(new_job(8, 9, 12))]
+    new = [scheduler.submit(new_job(9, 4, 12, num_beams=2)), scheduler.submit(new_job(8, 6, 12))]
     run(scheduler)
     failed = [ticket for ticket in (*old, *new) if ticket.error]
     assert failing and 1 <= len(failed) <= 2 and not any(ticket.error for ticket in old[:2])

@@ -23,14 +23,7 @@ from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
-from t5accel.errors import (
-    CancelledError,
-    DeadlineError,
-    EngineError,
-    InputError,
-    QueueFullError,
-    ShuttingDownError,
-)
+from t5accel.errors import CancelledError, DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.request import GenerationRequest, GenerationResult, RequestHandle
 from t5accel.serve.scheduler import Scheduler
@@ -90,24 +83,22 @@ def run(scheduler: Scheduler, most: int = 10_000) -> int:
     raise AssertionError("it does not end")
 
 
+def decoded(job: GenerationRequest, backend: Any) -> Any:
+    """What the decoding algorithms give for that source alone."""
+    ids, count = job.input_ids[None], job.num_return_sequences
+    options = dict(attention_mask=np.ones_like(ids), **job.bounds)
+    if job.sampling:
+        return sample(backend, ids, sampling=job.sampling, seed=job.seed, num_return_sequences=count, **options)
+    if job.num_beams == 1:
+        return greedy(backend, ids, **options)
+    options |= dict(length_penalty=job.length_penalty, early_stopping=job.early_stopping)
+    return beam_search(backend, ids, num_beams=job.num_beams, num_return_sequences=count, **options)
+
+
 def by_itself(job: GenerationRequest, backend: Any = None) -> list[tuple[list[int], float | None]]:
     """Tokens without padding and scores of the decoding algorithms for that source alone."""
-    backend, ids = backend or Joining(), job.input_ids[None]
-    options = dict(
-        attention_mask=np.ones_like(ids), max_new_tokens=job.max_new_tokens, min_new_tokens=job.min_new_tokens
-    )
-    if job.sampling:
-        found = sample(
-            backend, ids, sampling=job.sampling, seed=job.seed, num_return_sequences=job.num_return_sequences, **options
-        )
-    elif job.num_beams == 1:
-        found = greedy(backend, ids, **options)
-    else:
-        found = beam_search(
-            backend, ids, num_beams=job.num_beams, num_return_sequences=job.num_return_sequences,
-            length_penalty=job.length_penalty, early_stopping=job.early_stopping, **options,
-        )  # fmt: skip
-    rows = [[token for token in row if token != backend.pad_token_id] for row in found.sequences.tolist()]
+    found = decoded(job, backend or Joining())
+    rows = [[token for token in row if token != Joining.pad_token_id] for row in found.sequences.tolist()]
     return list(zip(rows, [None] * len(rows) if found.scores is None else found.scores.tolist(), strict=True))
 
 

@@ -216,25 +216,30 @@ def test_openai_options_without_effect_are_accepted(neutral: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "match"),
+    ("fields", "match"),
     [
-        ("frequency_penalty", 0.5, "frequency_penalty must be 0 or null, got 0.5"),
-        ("echo", True, "echo must be false or null, got true"),
-        ("logprobs", 0, "logprobs must be null, got 0"),
-        ("logit_bias", {str(i): "x" for i in range(50_000)}, "logit_bias must be {} or null"),
-        ("suffix", "end", 'suffix must be "" or null'),
-        ("best_of", 2, "best_of must be n, 1, or null, got 2"),
-        ("top_p", 0.5, "top_p and n need a temperature"),
-        ("prompt", [[5, 6], [7]], "prompt must be a text .* Token ids are not supported"),
-        ("stop", "", "stop must be up to 4 texts"),
-        ("stop", ["a"] * 5, "stop must be up to 4 texts"),
-        ("stop", ["a" * 300], "stop must be up to 4 texts of 1 to 256"),
+        (dict(prompt="a", frequency_penalty=0.5), "frequency_penalty must be 0 or null, got 0.5"),
+        (dict(prompt="a", echo=True), "echo must be false or null, got true"),
+        (dict(prompt="a", logprobs=0), "logprobs must be null, got 0"),
+        (dict(prompt="a", logit_bias={str(i): "x" for i in range(50_000)}), "logit_bias must be {} or null"),
+        (dict(prompt="a", suffix="end"), 'suffix must be "" or null'),
+        (dict(prompt="a", best_of=2), "best_of must be n, 1, or null, got 2"),
+        (dict(prompt="a", top_p=0.5), "top_p and n need a temperature"),
+        (dict(prompt=[[5, 6], [7]]), "prompt must be a text .* Token ids are not supported"),
+        (dict(prompt="a", stop=""), "stop must be up to 4 texts"),
+        (dict(prompt="a", stop=["a"] * 5), "stop must be up to 4 texts"),
+        (dict(prompt="a", stop=["a" * 300]), "stop must be up to 4 texts of 1 to 256"),
+        (dict(), "prompt"), (dict(prompt=[]), "1 to 64 texts, got 0"), (dict(prompt="a" * 99), "99 tokens"),
+        (dict(prompt="a", max_tokens=0), "at least 1, got 0"), (dict(prompt="a", max_tokens="4"), "max_tokens"),
+        (dict(prompt="a", temperature=-1.0), "temperature"), (dict(prompt="a", stream_options={}), "stream_options"),
     ],
-    ids=lambda value: str(value)[:30],
-)
-def test_openai_options_with_an_effect_are_refused_by_name(name: str, value: Any, match: str) -> None:
-    response = asked("/v1/completions", **{"model": "mini", "prompt": "a", name: value})
-    assert response.status_code == 400 and re.search(match, error_of(response)["message"])
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_openai_s_clients_are_refused_by_name_and_with_openai_s_status(fields: dict[str, Any], match: str) -> None:
+    response = asked("/v1/completions", model="mini", **fields, settings=dict(max_source_tokens=20))
+    error = error_of(response)
+    assert response.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] != "text"
+    assert re.search(match, error["message"])
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
@@ -258,17 +263,17 @@ def test_a_stream_of_several_texts_says_which_one_each_piece_is_of(path: str) ->
     assert joined == expected and ends == [1, 1, 1] and len(blocks) > 6
 
 
-@pytest.mark.parametrize("drawn", [{}, dict(do_sample=True, seed=4, min_new_tokens=150)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("drawn", [{}, dict(do_sample=True, seed=4, min_new_tokens=60)], ids=["greedy", "drawn"])
 def test_an_answer_ends_before_a_stop_text_and_nothing_more_is_computed(drawn: dict[str, Any]) -> None:
-    fields = dict(text="hello", max_new_tokens=150, **drawn)
+    fields = dict(text="hello", max_new_tokens=60, **drawn)
     (whole,) = asked(**fields, backend=Slow(0)).json()["answers"][0]["texts"]
-    for place in (1, 40, 90):
+    for place in (1, 40):
         stop = whole[place : place + 4]
         answer = asked(**fields, backend=Slow(0), stop=["never", stop]).json()["answers"][0]
         at = whole.find(stop)
         assert answer["texts"] == [whole[:at]] and answer["ended"] == [True]
         assert answer["tokens"] == [at + len(stop)], "it ends with the token that completes the text"
-        events = events_of(asked(**fields, backend=Slow(), stop=stop, stream=True))
+        events = events_of(asked(**fields, backend=Slow(0.0005), stop=stop, stream=True))
         assert "".join(event["text"] for event in events) == whole[:at] and events[-1]["ended"]
     for stream in (False, True):
         unmet = asked(**fields, backend=Slow(0), stop="never", stream=stream)
@@ -292,8 +297,6 @@ def test_an_answer_ends_before_a_stop_text_and_nothing_more_is_computed(drawn: d
         (dict(text="a", num_beams=True), 422, "num_beams"),
         (dict(text="a", max_new_tokens=10**30), 422, "max_new_tokens"),
         (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
-        (dict(text="a", do_sample=True, temperature=-1.0), 422, "temperature"),
-        (dict(text="a", stream=True, num_beams=2), 422, "num_beams must be 1 with stream"),
         (dict(text="a", deadline_s=-1.0), 422, "deadline_s"),
         (dict(text="a", beams=4), 400, "beams is not supported"),
     ],
@@ -313,18 +316,6 @@ def test_malformed_bodies(content: bytes) -> None:
     assert response.status_code == 422 and error_of(response)["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("fields", [
-    dict(), dict(prompt=5), dict(prompt=[]), dict(prompt="a" * 99),
-    dict(prompt="a", max_tokens=0), dict(prompt="a", max_tokens="4"), dict(prompt="a", n=2),
-    dict(prompt="a", echo=True), dict(prompt="a", temperature=-1.0), dict(prompt="a", temperature=1.0, top_p=2.0),
-    dict(prompt="a", stream_options={}),
-], ids=str)  # fmt: skip
-def test_bad_values_have_openai_s_status(fields: dict[str, Any]) -> None:
-    response = asked("/v1/completions", model="mini", **fields, settings=dict(max_source_tokens=20))
-    error = error_of(response)
-    assert response.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] != "text"
-
-
 def test_a_body_that_is_too_large() -> None:
     for headers in ({}, {"content-length": "5"}):  # as it says, and as it comes
         response = asked(content=b" " * 3000, headers=headers, settings=dict(body_kb=1))
@@ -338,29 +329,11 @@ def test_a_deadline_that_passes() -> None:
     assert default.status_code == 504
 
 
-def test_full_queues_and_closed_servers_say_when_to_retry() -> None:
-    async def ask() -> tuple[list[httpx.Response], httpx.Response, httpx.Response]:
-        async with served(Slow(), max_batch_rows=1, max_queue=2) as (client, scheduler):
-            coming = [client.post("/generate", json=dict(text="a", max_new_tokens=99)) for _ in range(9)]
-            found = await asyncio.gather(*coming)
-            scheduler.drain(1)
-            return found, await client.post("/generate", json=dict(text="a")), await client.get("/health/ready")
-
-    found, closed, ready = asyncio.run(ask())
-    statuses = [response.status_code for response in found]
-    assert set(statuses) == {200, 429} and statuses.count(200) >= 2
-    for response in found:
-        if response.status_code == 429:
-            assert int(response.headers["retry-after"]) >= 1 and error_of(response)["type"] == "rate_limit_error"
-    assert closed.status_code == ready.status_code == 503 and "shutting down" in error_of(closed)["message"]
-    assert closed.headers["retry-after"] == "1" and closed.headers["connection"] == "close"
-
-
 def test_an_engine_that_hangs_is_not_alive() -> None:
     async def ask() -> int:
-        async with served(Slow(1.0), unhealthy_after_s=0.2) as (client, _):
+        async with served(Slow(0.6), unhealthy_after_s=0.1) as (client, _):
             working = asyncio.create_task(client.post("/generate", json=dict(text="a", max_new_tokens=1)))
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.3)
             status = (await client.get("/health/live")).status_code
             await working
             assert (await client.get("/health/live")).status_code == 200
@@ -378,26 +351,29 @@ def test_the_key(key: str, monkeypatch) -> None:
     assert statuses == ([200, 200, 200, 404, 200, 200] if is_right else [401, 401, 401, 401, 200, 200])
 
 
-def test_texts_are_logged_only_on_request(caplog) -> None:
-    caplog.set_level("DEBUG")
+def test_texts_are_logged_on_request_and_probes_for_debugging_alone(caplog) -> None:
+    caplog.set_level("INFO", "t5accel")
+    got(*HEALTH, "/metrics", "/version")
+    assert [line[:16] for line in caplog.messages if line.startswith("GET")] == ["GET /version 200"]
+    for logger in (None, "t5accel"):
+        caplog.set_level("DEBUG", logger)
+    got("/metrics", "/health/live")
     asked(text="hello there")
-    assert "POST /generate 200" in caplog.text and "hello" not in caplog.text
+    assert {"GET /metrics 200", "GET /health/live 200", "POST /generate 200"} <= {
+        " ".join(line.split()[:3]) for line in caplog.messages
+    }
+    assert "hello" not in caplog.text
     asked(text="hello there", settings=dict(log_texts=True))
     assert "hello there" in caplog.text and "answers: " in caplog.text
 
 
-def test_probes_are_logged_only_for_debugging(caplog) -> None:
-    caplog.set_level("INFO", "t5accel")
-    got(*HEALTH, "/metrics", "/version")
-    assert [line[:16] for line in caplog.messages if line.startswith("GET")] == ["GET /version 200"]
-    caplog.set_level("DEBUG", "t5accel")
-    got("/metrics", "/health/live")
-    assert "GET /metrics 200" in caplog.text and "GET /health/live 200" in caplog.text
-
-
-def test_every_line_of_the_log_is_an_object(monkeypatch, capsys) -> None:
+def test_a_line_of_the_log_is_a_text_or_an_object(monkeypatch, capsys) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monitoring.configure("info", "text")
+    logging.getLogger("one").info("here")
+    assert re.fullmatch(r"[\d-]+ [\d:,]+ INFO one here\n", capsys.readouterr().err)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     settings = Settings(log_level="WARNING", log_format="JSON")
     monitoring.configure(settings.log_level, settings.log_format)
     logging.getLogger("a").warning("one\n%s", "two")
@@ -409,14 +385,6 @@ def test_every_line_of_the_log_is_an_object(monkeypatch, capsys) -> None:
     assert (first["level"], first["logger"], first["message"]) == ("warning", "a", "one\ntwo")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
     assert second["level"] == "critical" and "ValueError" in second["exception"]
-
-
-def test_a_line_of_text_has_time_level_logger_and_message(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    monitoring.configure("info", "text")
-    logging.getLogger("one").info("here")
-    assert re.fullmatch(r"[\d-]+ [\d:,]+ INFO one here\n", capsys.readouterr().err)
 
 
 class Panic(BaseException):
@@ -559,7 +527,7 @@ def test_bad_requests_are_refused_before_tokenization(
     assert time.perf_counter() - began < 5
 
 
-def test_a_full_queue_refuses_before_tokenization() -> None:
+def test_full_queues_and_closed_servers_say_when_to_retry_and_tokenise_nothing() -> None:
     async def ask() -> None:
         async with served(Slow(0.01), max_batch_rows=1, max_queue=1) as (client, scheduler):
             running = [asyncio.create_task(client.post("/generate", json=dict(text="a", max_new_tokens=500)))]
@@ -570,9 +538,14 @@ def test_a_full_queue_refuses_before_tokenization() -> None:
                 await asyncio.sleep(0.01)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Letters, "__call__", lambda *_, **__: pytest.fail("tokenised"))
-                assert (await client.post("/generate", json=dict(text="a"))).status_code == 429
+                full = await client.post("/generate", json=dict(text="a"))
+            assert full.status_code == 429 and error_of(full)["type"] == "rate_limit_error"
+            assert int(full.headers["retry-after"]) >= 1
             scheduler.drain(0)
             await asyncio.gather(*running)
+            closed, ready = await client.post("/generate", json=dict(text="a")), await client.get("/health/ready")
+            assert closed.status_code == ready.status_code == 503 and "shutting down" in error_of(closed)["message"]
+            assert closed.headers["retry-after"] == "1" and closed.headers["connection"] == "close"
 
     asyncio.run(ask())
 
@@ -628,26 +601,21 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
     ("arguments", "environment", "match"),
     [
         (["--host", "0.0.0.0"], {}, "host must .* T5ACCEL_API_KEY, got '0.0.0.0'.*give --allow-unauthenticated"),
-        (["--host", "::"], {}, "host must"),
         ([], {"T5ACCEL_API_KEY": ""}, "T5ACCEL_API_KEY must not be empty"),
         ([], {"T5ACCEL_API_KEY": " "}, "T5ACCEL_API_KEY must be printable ASCII without blanks"),
         ([], {"T5ACCEL_API_KEY": "geheim\n"}, "newline"),
-        ([], {"T5ACCEL_API_KEY": "gehäim"}, "must be printable ASCII"),
         ([], {"T5ACCEL_APIKEY": "geheim"}, "T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY"),
         ([], {"T5ACCEL_MAX_BATCH_ROW": "8"}, "Rename it to T5ACCEL_MAX_BATCH_ROWS"),
         (["--threads", "100000"], {}, "threads must be at most .* got 100000"),
         (["--connections", "100000000"], {}, "connections must be at most .* got 100000000"),
         (["--deadline-s", "inf"], {}, "--deadline-s is .*inf"),
         (["--precision", "int8-dynamic"], {}, "precision must .* got 'int8-dynamic'"),
-        (["--precision", "int9"], {}, "precision .*'int9'"),
         (["--device", "tpu"], {}, "device is 'tpu'"),
         (["--device", "cuda", "--precision", "int8"], {}, "precision must be bf16, fp16 or fp32 on cuda, got 'int8'"),
         (["--device", "cuda", "--engine", "ray"], {}, "engine must be local on cuda, got 'ray'"),
         (["--device", "cuda", "--encoder-cache-mb", "9"], {}, "--encoder-cache-mb is for device cpu"),
         (["--log-level", "loud"], {}, "--log-level is 'loud'.*'debug', 'info'"),
-        ([], {"T5ACCEL_SOURCE_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_SOURCE_TOKENS"),
         ([], {"T5ACCEL_NEW_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_NEW_TOKENS"),
-        (["--key-value-mb", "0"], {}, "--key-value-mb is 0"),
         (["--host", "no.such.host.invalid"], {"T5ACCEL_API_KEY": "a"}, "host 'no.such.host.invalid' and port 8000"),
     ],
     ids=str,
@@ -682,25 +650,21 @@ def test_good_settings_are_served(
     assert len(opened) == 1 and ("no API key is set" in caplog.text) == warns
 
 
-def test_a_taken_port_is_one_sentence() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        result = CliRunner().invoke(commands, ["serve", "--port", str(port)])
-    assert result.exit_code == 2 and re.search(f"port {port} cannot be served: .*in use", result.stderr)
-    assert result.stderr.count("\n") == 1
-
-
-def test_a_port_that_is_taken_while_the_model_loads_is_one_sentence(monkeypatch) -> None:
+def test_a_port_in_use_is_one_sentence_also_where_it_is_taken_while_the_model_loads() -> None:
     """Two servers may bind one port as long as none listens."""
-    settings = Settings(port=0)
-    (first,) = t5accel.serve.server.bound(settings)
+    (first,) = t5accel.serve.server.bound(Settings(port=0))
     with first:
+        # asyncio switches Nagle's delay off where a socket names its protocol, which accepted ones take over.
+        assert first.proto == socket.IPPROTO_TCP
         settings = Settings(port=first.getsockname()[1])
         second = t5accel.serve.server.bound(settings)
         first.listen()
         with pytest.raises(InputError, match=f"port {settings.port} cannot be served: .*in use"):
             t5accel.serve.server.run_server(None, None, settings, second)
         second[0].close()
+        result = CliRunner().invoke(commands, ["serve", "--port", str(settings.port)])
+    assert result.exit_code == 2 and re.search(f"port {settings.port} cannot be served: .*in use", result.stderr)
+    assert result.stderr.count("\n") == 1
 
 
 def test_torch_static_serves_what_the_cpu_engine_serves(mini, monkeypatch) -> None:
@@ -868,22 +832,18 @@ def test_a_disconnected_client_frees_its_row(server: Process, stream: bool) -> N
 
 
 def test_slow_heads_and_bodies_time_out(server: Process) -> None:
-    with server.socket() as body:
-        body.sendall(head("content-length: 50") + b"{")
-        answer = body.recv(65536)
-        assert b"408" in answer.split(b"\r\n")[0] and b"connection: close" in answer.lower()
-    for first, start in (
-        (b"", b""),
-        (b"", b"GET /v1/models HTTP/1.1\r\nho"),
-        (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", b"GE"),
-    ):
-        with server.socket() as start_only:
-            start_only.sendall(first)
-            answer = start_only.recv(65536) if first else b""
-            start_only.sendall(start)
-            while chunk := start_only.recv(65536):
-                answer += chunk
-            assert b"HTTP/1.1 408" in answer, start
+    models = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    second = silent(server, models)  # the head of a second request, after the first response
+    assert second.recv(65536).startswith(b"HTTP/1.1 200")
+    second.sendall(b"GE")
+    others = [silent(server, start) for start in (head("content-length: 50") + b"{", b"", models[:25])]
+    for connection in (second, *others):
+        answer = b""
+        while chunk := connection.recv(65536):
+            answer += chunk
+        connection.close()
+        # The body of the first response may arrive after its head, and so come in front.
+        assert b"HTTP/1.1 408" in answer and b"connection: close" in answer.lower()
 
 
 def test_two_hundred_hostile_requests(server: Process) -> None:
@@ -908,7 +868,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(folder: Path)
     server = Process(folder, shutdown_grace_s=120).ready()
     found: list[httpx.Response] = []
     asks = threading.Thread(target=lambda: found.append(httpx.post(f"{server.url}/generate", json=dict(
-        LONG, max_new_tokens=2500, min_new_tokens=2500), timeout=300)))  # fmt: skip
+        LONG, max_new_tokens=1000, min_new_tokens=1000), timeout=300)))  # fmt: skip
     asks.start()
     server.until(lambda load: load["rows"] == 1)
     server.process.send_signal(signal.SIGTERM)
@@ -922,7 +882,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(folder: Path)
             refused.append(answer)
             time.sleep(0.05)
 
-    others = [threading.Thread(target=ask_again_and_again) for _ in range(4)]
+    others = [threading.Thread(target=ask_again_and_again) for _ in range(2)]
     for other in others:
         other.start()
     asks.join()
@@ -931,35 +891,25 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(folder: Path)
     for other in others:
         other.join()
     assert refused and all(answer.startswith(b"HTTP/1.1 503") for answer in refused)
-    assert found[0].json()["answers"][0]["tokens"] == [2500]
+    assert found[0].json()["answers"][0]["tokens"] == [1000]
     server.end()
 
 
-def test_ctrl_c_ends_a_server_in_good_order_and_its_log_is_json(folder: Path) -> None:
-    server = Process(folder, log_format="json", log_level="debug").ready()
-    assert server.client.post("/generate", json=dict(text=TEXT)).status_code == 200
-    server.process.send_signal(signal.SIGINT)
+def test_a_killed_server_starts_again_on_its_port_and_ctrl_c_ends_it_in_good_order(folder: Path) -> None:
+    killed = Process(folder).ready()
+    assert killed.client.post("/generate", json=dict(text=TEXT)).status_code == 200
+    killed.end()
+    server = Process(folder, port=killed.port, shutdown_grace_s=0.3, log_format="json", log_level="debug").ready()
+    with server.socket() as connection:
+        connection.sendall(request(LONG))
+        server.until(lambda load: load["rows"] == 1)
+        server.process.send_signal(signal.SIGINT)
+        assert b"503" in connection.recv(65536).split(b"\r\n")[0]
     assert server.process.wait() == 0
     lines = [json.loads(line) for line in server.log.splitlines()]
     assert {"t5accel.serve", "uvicorn.error"} <= {line["logger"] for line in lines}
     assert any(line["message"].startswith("GET /health/ready 200") for line in lines)
     server.end()
-
-
-def test_a_killed_server_starts_again_on_its_port(folder: Path) -> None:
-    server = Process(folder, shutdown_grace_s=0.3).ready()
-    with server.socket() as connection:
-        connection.sendall(request(LONG))
-        server.until(lambda load: load["rows"] == 1)
-        server.process.send_signal(signal.SIGTERM)
-        assert b"503" in connection.recv(65536).split(b"\r\n")[0]
-    server.process.wait()
-    server.end()
-    for _ in range(2):
-        server = Process(folder, port=server.port).ready()
-        assert server.client.post("/generate", json=dict(text=TEXT)).status_code == 200
-        server.process.kill()
-        server.end()
 
 
 @pytest.fixture(scope="module")
@@ -1072,35 +1022,22 @@ def test_contradicting_lengths_end_the_connection(server: Process) -> None:
     assert found.startswith(b"HTTP/1.1 400") and found.count(b"HTTP/1.1") == 1 and b'{"error"' in found
 
 
-@pytest.mark.parametrize(
-    ("hard", "code", "said"), [(4096, 0, "[1-4]\\d{3}$"), (200, 2, "connections must be at most 4 .* 1000")]
-)
-def test_a_limit_of_open_files_is_raised_or_named(folder: Path, hard: int, code: int, said: str) -> None:
-    import resource
-
+def test_a_limit_of_open_files_is_raised_or_named() -> None:
     program = """
 import resource
 from t5accel.serve.server import Settings, checked
-try:
-    checked(Settings(connections=1000))
-except ValueError as error:
-    print(error)
-    raise SystemExit(2)
-print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+for hard in (4096, 200):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    try:
+        checked(Settings(connections=1000))
+    except ValueError as error:
+        print(error)
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard)),
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=folder, capture_output=True, text=True,
-    )  # fmt: skip
-    assert found.returncode == code and re.search(said, found.stdout.strip()), found
-
-
-def test_sockets_have_no_nagle_delay() -> None:
-    """asyncio switches Nagle's delay off where a socket names its protocol, which accepted ones take over."""
-    (listening,) = t5accel.serve.server.bound(Settings(port=0))
-    with listening:
-        assert listening.proto == socket.IPPROTO_TCP
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    raised, named, kept = found.stdout.splitlines()
+    assert int(raised) >= 1000 and kept == "100" and re.search("connections must be at most 4 .* 1000", named)
 
 
 # Says what the environment holds when ONNX Runtime is imported.
@@ -1114,28 +1051,15 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.mark.parametrize("start", [["-m", "t5accel"], ["-c", "from t5accel.cli import app; app()"]])
-def test_a_command_does_not_report_to_the_maker_of_onnx_runtime(start: list[str], folder: Path, tmp_path: Path) -> None:
-    """The runtime reads the variable at import, and stores unsent reports below these folders."""
+@pytest.mark.parametrize("start", ["t5accel.__main__", "t5accel.cli"])
+def test_a_command_does_not_report_to_the_maker_of_onnx_runtime(start: str, tmp_path: Path) -> None:
+    """The runtime reads the variable at import."""
     (tmp_path / "sitecustomize.py").write_text(IMPORTED)
-    for name in ("home", "temporary"):
-        (tmp_path / name).mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "HOME": str(tmp_path / "home"),
-                    "TMPDIR": str(tmp_path / "temporary"), "XDG_CACHE_HOME": str(tmp_path / "home/.cache"),
-                    "T5ACCEL_CACHE": str(folder / "cache")}  # fmt: skip
-    command = [sys.executable, *start, "serve", "--precision=int8", "--threads=1", "--port=0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, cwd=tmp_path, text=True) as process:
-        seen = []
-        for line in process.stderr:
-            seen.append(line)
-            if "listening at" in line:
-                break
-        process.terminate()
-        seen += process.stderr.readlines()
-    assert "IMPORTED 1\n" in seen and "IMPORTED without\n" not in seen, "".join(seen)
-    written = [path.name for path in tmp_path.rglob("*")]
-    assert ".ses" not in written and "Microsoft" not in written
+    environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    program = f"import sys, typer; typer.Typer.__call__ = lambda *_: None; import {start}, onnxruntime"
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert found.stderr == "IMPORTED 1\n"
 
 
 APART = ["unshare", "-rnm"]
@@ -1146,18 +1070,23 @@ LOOKS_UP = "import socket; socket.getaddrinfo('seen.invalid', 1)"
     not shutil.which("unshare") or subprocess.run([*APART, "true"], capture_output=True).returncode != 0,
     reason="needs namespaces of its own",
 )
-def test_a_server_looks_up_no_name(folder: Path) -> None:
-    """Without the variable ONNX Runtime asks for its maker's address some seconds after a session was opened."""
+def test_a_server_looks_up_no_name_and_stores_no_report(folder: Path, tmp_path: Path) -> None:
+    """Without the variable ONNX Runtime asks for its maker's address some seconds after a session was opened, and
+    stores unsent reports below these folders.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
-    environment |= {"PYTHONPATH": str(ROOT), "T5ACCEL_CACHE": str(folder / "cache")}
+    environment |= {"PYTHONPATH": str(ROOT), "T5ACCEL_CACHE": str(folder / "cache"), "HOME": str(tmp_path),
+                    "XDG_CACHE_HOME": str(tmp_path / ".cache"), "TMPDIR": str(tmp_path)}  # fmt: skip
     serve = ["-m", "t5accel", "serve", "--precision=int8", "--threads=1", "--port=0"]
     found = {}
-    for ready, command in (("listening at", serve), ("not known", ["-c", LOOKS_UP])):
-        watched = [*APART, sys.executable, str(ROOT / "tests" / "lookups.py"), "10", ready, sys.executable, *command]
+    for ready, seconds, command in (("listening at", "10", serve), ("not known", "0", ["-c", LOOKS_UP])):
+        watched = [*APART, sys.executable, str(ROOT / "tests" / "lookups.py"), seconds, ready, sys.executable, *command]
         run = subprocess.run(watched, env=environment, capture_output=True, text=True, timeout=300)
         assert ready in run.stderr, run.stderr
         found[ready] = {*run.stdout.split()}
     assert found == {"listening at": set(), "not known": {"seen.invalid"}}
+    written = [path.name for path in tmp_path.rglob("*")]
+    assert ".ses" not in written and "Microsoft" not in written
 
 
 FUZZED_S = float(os.environ.get("FUZZED_S", 100))

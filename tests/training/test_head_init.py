@@ -92,8 +92,7 @@ def test_the_heads_that_matter_least_are_aimed_like_the_one_that_looks_at_the_to
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [(SIX_HEADS, "No head of the encoder"), ({**SIZES, "num_heads": 3}, "3 heads")],
+    ("sizes", "message"), [(SIX_HEADS, "No head of the encoder"), ({**SIZES, "num_heads": 3}, "3 heads")]
 )
 def test_a_model_that_is_not_ready_for_aims_is_refused(sizes, message):
     with pytest.raises(InputError, match=message):

@@ -38,10 +38,7 @@ def test_shape(mini) -> None:
 
 @pytest.mark.parametrize(
     ("english", "french"),
-    [
-        ("Where is my bag?", {"Où est mon sac ?"}),
-        ("She lost her red umbrella.", {"Elle a perdu son parapluie rouge."}),
-    ],
+    [("Where is my bag?", {"Où est mon sac ?"}), ("She lost her red umbrella.", {"Elle a perdu son parapluie rouge."})],
 )
 def test_french(mini, english: str, french: set[str]) -> None:
     inputs = mini[1](f"translate English to French: {english}", return_tensors="pt")

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import httpx
 import psutil
 import pytest
 
@@ -109,16 +110,14 @@ def test_answers_and_streams_are_ours_and_both_replicas_work(server: Running, ex
 
 
 def test_a_refusal_is_that_of_the_replica_and_a_size_that_of_the_front(server: Running) -> None:
-    url = server.url + "/generate"
-    for body, status in (
-        ({**BODIES[0], "max_new_tokens": 0}, 422),
-        ({"text": "a " * 600}, 413),
-        ({"text": "a" * 2**21}, 413),
+    for path, body, status in (
+        ("/generate", {**BODIES[0], "max_new_tokens": 0}, 422),
+        ("/generate", {"text": "a " * 600}, 413),
+        # Refused by its head, while it is still being sent: urllib would report the closed pipe and not the answer.
+        ("/generate", {"text": "a" * 2**21}, 413),
+        ("/nowhere", BODIES[0], 404),
     ):
-        refused = outcome(url, body)
-        assert isinstance(refused, HTTPError) and refused.code == status, body
-    refused = outcome(server.url + "/nowhere", BODIES[0])
-    assert isinstance(refused, HTTPError) and refused.code == 404
+        assert httpx.post(server.url + path, json=body, timeout=60).status_code == status, str(body)[:80]
 
 
 def test_a_replica_killed_under_load_loses_no_request(server: Running, expected: list[tuple[str, int]]) -> None:

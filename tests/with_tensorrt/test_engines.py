@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from t5accel.backends import tensorrt as tensorrt_engines
@@ -104,9 +105,11 @@ def test_a_fixed_axis_does_not_vary(trt: Any, fp32: Path) -> None:
         build_engine(fp32 / "decoder.onnx", GraphPlan(profile, right.dtypes), trt=trt)
 
 
-def test_what_is_no_graph_is_refused_in_tensorrts_words(trt: Any, fp32: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad.onnx").write_bytes(b"no graph at all")
-    with pytest.raises(ExportError, match="TensorRT cannot parse .*bad.onnx: ."):
+def test_an_operator_that_tensorrt_does_not_know_is_refused_in_its_words(trt: Any, fp32: Path, tmp_path: Path) -> None:
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
+    node = onnx.helper.make_node("Unheard", ["x"], ["y"], domain="of")
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([node], "bad", [x], [y])), tmp_path / "bad.onnx")
+    with pytest.raises(ExportError, match="TensorRT cannot parse .*bad.onnx: .*Unheard"):
         build_engine(tmp_path / "bad.onnx", planned(fp32).graphs["encoder.onnx"], trt=trt)
 
 
