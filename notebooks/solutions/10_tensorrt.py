@@ -24,15 +24,15 @@ assert not takes(mended, dict.fromkeys(INPUTS, (9, 16))) and not takes(mended, d
 narrow = {**mended, "attention_mask": ((1, 1), (1, 16), (4, 64))}
 assert not takes(narrow, dict.fromkeys(INPUTS, (5, 16))) and takes(narrow, dict.fromkeys(INPUTS, (4, 16)))
 
-# %% Exercise 2: the T4 is on the list, but its generation cannot run an operation of this graph; the H100 is not on it.
+# %% Exercise 2: the T4 is on the list, but its generation cannot run a product of this graph in fp32; the H100 is not.
 named = {"T4": "SM75", "RTX 3090": "SM86", "L4": "SM89", "H100": "SM90", "RTX 5090": "SM120"}
 if trt:
     found = [name for name, card in named.items() if card in targets and build(fp32, wide, [card]) is not None]
     print("built for", *found)
     assert found == ["RTX 3090", "L4", "RTX 5090"]
 
-# %% Exercise 3: the first step of a decoder has written nothing, so its past is empty. An engine whose past begins at 1
-# is built without complaint and refuses the first token of every request.
+# %% Exercise 3: before a decoder's first step there are no tokens, so its past is empty. An engine whose past begins at
+# 1 does not take that shape: the first step of every request is refused.
 from t5accel.errors import InputError
 
 try:

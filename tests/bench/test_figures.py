@@ -106,6 +106,7 @@ DRAWINGS = {  # arguments that show every kind of mark
     "rounding_levels": ({f"blocks of {n}": (np.array([0.1, -0.2, 0.3, 5.0]), n) for n in (2, 4)},),
     "launch_timeline": (),
     "gantt": ({"static": [(0, 1, 4, 8), (1, 1, 8, 8)]},),
+    "profile_box": ({"batch": (1, 1, 8), "source": (1, 16, 64)}, {"batch": 4}),
 }
 
 
