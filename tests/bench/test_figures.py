@@ -108,6 +108,7 @@ DRAWINGS = {  # arguments that show every kind of mark
     "quality_beside_speed": ({"the teacher": (1.0, 100.0), "a": (2.2, 50.0), "b": (2.2, 48.0), "c": (2.1, 80.0)},),
     "launch_timeline": (),
     "gantt": ({"static": [(0, 1, 4, 8), (1, 1, 8, 8)]},),
+    "profile_box": ({"batch": (1, 1, 8), "source": (1, 16, 64)}, {"batch": 4}),
 }
 
 
