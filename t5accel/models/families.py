@@ -162,8 +162,8 @@ def family_of(config: Any, name: str) -> Family:
 def family_of_model(model: Any) -> Family:
     """The family of a model object that can generate.
 
-    Raises ``InputError`` for another object, such as a pipeline, and ``NotT5Error`` for a model of another kind, a
-    wrapped or sharded one, or one without encoder, decoder or language-model head.
+    Raises ``InputError`` for another object, such as a pipeline, and for a T5 with two embeddings; ``NotT5Error`` for a
+    model of another kind, a wrapped or sharded one, or one without encoder, decoder or language-model head.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     if hasattr(model, "merge_and_unload"):
@@ -185,6 +185,13 @@ def family_of_model(model: Any) -> Family:
     stacks = model if family.is_relative else getattr(model, "model", None)
     if not (hasattr(model, "lm_head") and hasattr(stacks, "encoder") and hasattr(stacks, "decoder")):
         raise NotT5Error(no_head(kind, config))
+    if family.is_relative:
+        own, other = model.encoder.embed_tokens.weight, model.decoder.embed_tokens.weight
+        if own is not other and (own != other).any():
+            raise InputError(
+                f"{kind} must have one embedding for encoder and decoder, got two. transformers 5.0 to 5.17 load a "
+                "MADLAD-400 so: give its folder or hub id, or load it with another release."
+            )
     return family
 
 

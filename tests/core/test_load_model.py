@@ -327,6 +327,13 @@ def test_an_embedding_that_transformers_takes_from_the_head_is_put_right(
         assert torch.equal(part.weight, saved.shared.weight)
 
 
+def test_a_model_object_with_two_embeddings_is_refused(tmp_path: Path) -> None:
+    model = untied(tmp_path, EMBEDDINGS[:1])
+    model.encoder.embed_tokens = torch.nn.Embedding.from_pretrained(model.lm_head.weight.detach().clone())
+    with pytest.raises(InputError, match="one embedding for encoder and decoder"):
+        accelerate(model)
+
+
 @pytest.mark.parametrize("name", ["lm_head.weight", "encoder.block.1.layer.0.SelfAttention.q.weight"])
 def test_a_weight_that_is_not_the_files_is_refused(tmp_path: Path, monkeypatch, name: str) -> None:
     untied(tmp_path, EMBEDDINGS[:1])
