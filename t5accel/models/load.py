@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+from zipfile import is_zipfile
 
 from t5accel.checks import check_file, read_json_object
 from t5accel.errors import (
@@ -317,23 +318,32 @@ def check_loaded(model: PreTrainedModel, folder: Path | None, where: str) -> Non
 
 
 def _stored_rows(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Name and middle row of every weight in a folder's files, those that transformers reads."""
+    """Name and middle row of every weight in the files of a folder that transformers reads."""
     import torch
     from safetensors import safe_open
 
-    files = sorted(folder.glob("model*.safetensors"))
-    for path in files:
-        with safe_open(path, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  # it is no dict
-                part = stored.get_slice(name)
-                shape = part.get_shape()
-                if 0 in shape:
-                    continue
-                yield name, part[shape[0] // 2] if shape else stored.get_tensor(name)
-    for path in sorted(folder.glob("pytorch_model*.bin")) if not files else ():
-        for name, weight in torch.load(path, map_location="cpu", weights_only=True, mmap=True).items():
-            if weight.numel():
-                yield name, _middle_row(weight)
+    for path in _weight_files(folder):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as stored:
+                for name in stored.keys():  # noqa: SIM118  # it is no dict
+                    part = stored.get_slice(name)
+                    shape = part.get_shape()
+                    if 0 not in shape:
+                        yield name, part[shape[0] // 2] if shape else stored.get_tensor(name)
+            continue
+        # Files of before torch 1.6 are no archives.
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        yield from ((name, _middle_row(weight)) for name, weight in weights.items() if weight.numel())
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").is_file():
+            shards = read_json_object(index, ModelUnavailableError)["weight_map"].values()
+            return [folder / shard for shard in sorted({*shards})]
+    return []
 
 
 def _middle_row(weight: Any) -> Any:

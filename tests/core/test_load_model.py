@@ -280,25 +280,33 @@ def test_weights_that_the_model_does_not_have_are_not_dropped(saved: Path) -> No
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
-def untied(folder: Path, held: tuple[str, ...], *, binary: bool = False) -> Any:
+def untied(folder: Path, held: tuple[str, ...], form: str = "safetensors") -> Any:
     """An untied T5 in a folder whose files hold its embedding under these names; returns the model."""
     sizes = dict(d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2, vocab_size=60, feed_forward_proj="gated-gelu")
     model = random_t5(sizes | dict(tie_word_embeddings=False))
     weights = {name: weight.clone() for name, weight in model.state_dict().items() if name not in EMBEDDINGS}
     weights |= {name: model.shared.weight.detach().clone() for name in held}
     model.config.save_pretrained(folder)
-    if binary:
-        torch.save(weights, folder / "pytorch_model.bin")
-    else:
+    if form == "safetensors":
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file({"shared.weight": model.lm_head.weight}, folder / "model.fp16.safetensors")  # which nobody reads
+    elif form == "shards":
+        shards = {f"model-0000{i}-of-00002.safetensors": sorted(weights)[i - 1 :: 2] for i in (1, 2)}
+        for file, names in shards.items():
+            save_file({name: weights[name] for name in names}, folder / file, metadata={"format": "pt"})
+        places = {name: file for file, names in shards.items() for name in names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    else:
+        new = form == "archive"
+        torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=new)
     return model
 
 
-@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("form", ["safetensors", "shards", "archive", "pickle of before torch 1.6"])
 @pytest.mark.parametrize("held", [EMBEDDINGS, EMBEDDINGS[:1], EMBEDDINGS[1:2], EMBEDDINGS[2:], EMBEDDINGS[1:]])
-def test_an_untied_embedding_under_any_of_its_names(tmp_path: Path, held: tuple[str, ...], binary: bool) -> None:
+def test_an_untied_embedding_under_any_of_its_names(tmp_path: Path, held: tuple[str, ...], form: str) -> None:
     """MADLAD-400's files hold the decoder's alone."""
-    model = untied(tmp_path, held, binary=binary)
+    model = untied(tmp_path, held, form)
     np.testing.assert_array_equal(logits_of(load_model(tmp_path)[0]), logits_of(model))
 
 
