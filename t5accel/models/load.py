@@ -291,13 +291,14 @@ def check_loaded(model: PreTrainedModel, folder: Path | None, where: str) -> Non
         if weight is None or not weight.numel() or name.endswith(_COMPUTED):
             continue
         if not torch.equal(_middle_row(weight), row.to(weight.dtype)):
-            import transformers
-
-            raise ModelUnavailableError(
-                f"{where}: transformers {transformers.__version__} does not give the model the {name} that the files "
-                "hold. If config.json ties that weight to another, make them equal or set tie_word_embeddings to "
-                "false; else install another release of transformers."
-            )
+            raise _misread(where, name)
+    # transformers 4 drops a head that its configuration ties away, and 5 uses it. 5 itself saves untied T5s as tied.
+    asked = read_json_object(folder / "config.json", ModelUnavailableError) if "lm_head.weight" in names else {}
+    by_5 = str(asked.get("transformers_version", "4")) >= "5"
+    if asked and not by_5 and asked.get("tie_word_embeddings", True):
+        embedding = model.get_decoder().embed_tokens.weight
+        if model.lm_head.weight is not embedding and not torch.equal(model.lm_head.weight, embedding):
+            raise _misread(where, "lm_head.weight")
     prefix, body = ("", model) if hasattr(model, "shared") else ("model.", getattr(model, "model", None))
     if not hasattr(body, "shared") or not getattr(model.config, "share_encoder_decoder_embeddings", True):
         return
@@ -315,6 +316,16 @@ def check_loaded(model: PreTrainedModel, folder: Path | None, where: str) -> Non
         if model.lm_head.weight is part.weight and "lm_head.weight" not in names:
             model.lm_head.weight = right
         part.weight = right
+
+
+def _misread(where: str, name: str) -> ModelUnavailableError:
+    import transformers
+
+    return ModelUnavailableError(
+        f"{where}: the files hold a {name} that transformers {transformers.__version__} does not read as they say. If "
+        "config.json ties it to another weight, make both equal or set tie_word_embeddings to false; else install "
+        "another release of transformers."
+    )
 
 
 def _stored_rows(folder: Path) -> Iterator[tuple[str, Any]]:
