@@ -404,8 +404,8 @@ def gantt(panels: Mapping[str, Sequence[tuple[int, int, int, int]]]) -> Figure:
     return figure
 
 
-def profile_box(ranges: Mapping[str, Sequence[int]], narrower: Mapping[str, int]) -> Figure:
-    """The sizes that an engine accepts, over two axes of (least, usual, most); a second input's range is narrower."""
+def profile_box(ranges: Mapping[str, Sequence[int]], narrower: Mapping[str, int], wide: str = "input_ids") -> Figure:
+    """The sizes that an engine accepts, over two axes of (MIN, OPT, MAX): another input is narrower than ``wide``."""
     from matplotlib.patches import Rectangle
 
     (x_name, (x_least, x_usual, x_most)), (y_name, (y_least, y_usual, y_most)) = reversed(ranges.items())
@@ -413,16 +413,18 @@ def profile_box(ranges: Mapping[str, Sequence[int]], narrower: Mapping[str, int]
     figure = blank_figure(8, 3.2)
     axes = figure.subplots()
     for right, top, colour, text in (
-        (x_most, y_most, "#bcd7e6", "in the range of one input only"),
+        (x_most, y_most, "#bcd7e6", f"in the range of {wide} only"),
         (x_less, y_less, "#2a6f97", "in the ranges of both inputs"),
     ):
         axes.add_patch(Rectangle((x_least, y_least), right - x_least, top - y_least, facecolor=colour))
         dark = colour == "#2a6f97"
         axes.text((x_least + right) / 2, top - 0.12 * (y_most - y_least), text, ha="center", va="center", fontsize=11,
                   color="white" if dark else "black")  # fmt: skip
-    axes.plot(x_usual, y_usual, "o", color="#e09f3e", markersize=9, clip_on=False, label="tuned for")
-    axes.plot((x_least + x_most) / 2, y_less + 1, "X", color="#c1666b", markersize=11, label="refused at run time")
-    axes.set(xlim=(0, 1.1 * x_most), ylim=(0, 1.15 * y_most), yticks=range(y_least, y_most + 1))
+    axes.plot(x_usual, y_usual, "o", color="#e09f3e", markersize=9, clip_on=False,
+              label=f"tuned for: {y_name} {y_usual}, {x_name} {x_usual}")  # fmt: skip
+    axes.plot((x_least + x_most) / 2, y_less + 1, "X", color="#c1666b", markersize=11,
+              label=f"refused at run time: {y_name} {y_less + 1}")  # fmt: skip
+    axes.set(xlim=(0, 1.1 * x_most), ylim=(y_least - 0.5, 1.15 * y_most), yticks=range(y_least, y_most + 1))
     axes.set_xlabel(x_name, fontsize=11)
     axes.set_ylabel(y_name, fontsize=11)
     axes.legend(frameon=False, fontsize=11, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -13,8 +13,8 @@ def profile_of(inputs, ranges):
 def takes(profile, shapes):
     return all(
         low <= size <= high
-        for name, (least, _, most) in profile.items()
-        for low, size, high in zip(least, shapes[name], most, strict=True)
+        for name, (smallest, _, largest) in profile.items()
+        for low, size, high in zip(smallest, shapes[name], largest, strict=True)
     )
 
 
@@ -27,9 +27,9 @@ assert not takes(narrow, dict.fromkeys(INPUTS, (5, 16))) and takes(narrow, dict.
 # %% Exercise 2: the T4 is on the list, but its generation cannot run a product of this graph in fp32; the H100 is not.
 named = {"T4": "SM75", "RTX 3090": "SM86", "L4": "SM89", "H100": "SM90", "RTX 5090": "SM120"}
 if trt:
-    found = [name for name, card in named.items() if card in targets and build(fp32, wide, [card]) is not None]
-    print("built for", *found)
-    assert found == ["RTX 3090", "L4", "RTX 5090"]
+    buildable = [name for name, card in named.items() if card in targets and build(fp32, wide, [card]) is not None]
+    print("built for", *buildable)
+    assert buildable == ["RTX 3090", "L4", "RTX 5090"]
 
 # %% Exercise 3: before a decoder's first step there are no tokens, so its past is empty. An engine whose past begins at
 # 1 does not take that shape: the first step of every request is refused.
