@@ -331,8 +331,6 @@ def create_app(settings: Settings) -> FastAPI:
         raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
     app = make_app(backend, tokenizer, settings)
     sys.setswitchinterval(SWITCH_S)
-    gc.collect()
-    gc.freeze()  # else a collection now and then stops all answers for 0.2 s, to look at what was imported
     log.info("%s by %s, %s", settings.model, what, app.state.service.scheduler.static_reason or "running batches")
     return app
 
@@ -379,7 +377,10 @@ def serve(settings: Settings) -> None:
     checked(settings)
     sockets = bound(settings)
     try:
-        run_server(app := create_app(settings), app.state.service.scheduler, settings, sockets)
+        app = create_app(settings)
+        gc.collect()
+        gc.freeze()  # else a collection now and then stops all answers for 0.2 s, to look at what was imported
+        run_server(app, app.state.service.scheduler, settings, sockets)
     finally:
         for one in sockets:
             one.close()
