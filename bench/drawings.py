@@ -303,7 +303,9 @@ def rounding_levels(cases: Mapping[str, tuple[np.ndarray, int]], bits: int = 4, 
     return figure
 
 
-def next_token_probabilities(words: Sequence[str], teacher: np.ndarray, student: np.ndarray, label: int) -> Figure:
+def next_token_probabilities(
+    words: Sequence[str], teacher: np.ndarray, student: np.ndarray, label: int, student_name: str = "a model"
+) -> Figure:
     """What a label, and a teacher at temperatures 1 and 2, say of the teacher's likeliest next tokens.
 
     ``words`` are those tokens, ``teacher`` and ``student`` logits of the whole vocabulary; the student's are points.
@@ -322,14 +324,14 @@ def next_token_probabilities(words: Sequence[str], teacher: np.ndarray, student:
     for axes, (title, (bars, points)) in zip(every, panels.items(), strict=True):
         axes.barh(rows, bars[order], color="#2a6f97" if points is not None else "#b8c2cc")
         if points is not None:
-            axes.plot(points[order], range(len(rows)), "o", color="#e09f3e", label="student")
-            axes.legend(frameon=False, loc="lower right", fontsize=11)
+            axes.plot(points[order], range(len(rows)), "o", color="#e09f3e", label=f"{student_name} (student)")
         axes.set_title(title, fontsize=12)
         axes.set_xlabel(f"probability (other words: {1 - bars[order].sum():.0%})", fontsize=11)
         axes.tick_params(labelsize=11)
         axes.set_xlim(0)
         axes.locator_params(axis="x", nbins=4)
         axes.spines[["top", "right"]].set_visible(False)
+    every[1].legend(frameon=False, loc="lower right", fontsize=11)
     every[0].invert_yaxis()
     return figure
 
@@ -338,14 +340,18 @@ def quality_beside_speed(models: Mapping[str, tuple[float, float]]) -> Figure:
     """Quality over speed, both compared with the teacher, which is the first of ``models``; names beside the points."""
     figure = blank_figure(9, 4)
     axes = figure.subplots()
-    placed: list[tuple[float, float]] = []  # of names, which move up where they would overlap
-    first = next(iter(models))
+    placed: list[tuple[float, float]] = []  # of names, which move up where they would overlap; lines lead to them
+    first, fastest = next(iter(models)), max(speed for speed, _ in models.values())
     for name, (speed, quality) in sorted(models.items(), key=lambda item: item[1][1]):
         axes.plot(speed, quality, "*" if name == first else "o", color="#1f5f87", markersize=14 if name == first else 8)
-        height = max([quality, *(y + 6 for x, y in placed if abs(speed - x) < 0.5 and y > quality - 6)])
+        height = max([quality, *(y + 6.5 for x, y in placed if abs(speed - x) < 0.5 and y > quality - 6.5)])
         placed.append((speed, height))
-        axes.annotate(name, (speed, height), xytext=(12, 0), textcoords="offset points", va="center", fontsize=11)
-    axes.set(xlim=(0.8, 1.5 * max(speed for speed, _ in models.values())), ylim=(0, 110))
+        left = 2 * speed > 1 + fastest + 0.2  # there is no room on the right
+        beside = speed + (-0.07 if left else 0.07)
+        axes.plot([speed, beside], [quality, height], color="#8a94a0", linewidth=1, zorder=0)
+        side = dict(va="center", ha="right" if left else "left", fontsize=11)
+        axes.annotate(name, (beside, height), xytext=(-4 if left else 4, 0), textcoords="offset points", **side)
+    axes.set(xlim=(0.8, fastest + 0.2), ylim=(0, 110))
     axes.set_xlabel("times the teacher's speed", fontsize=11)
     axes.set_ylabel("mean score, % of the teacher's", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
