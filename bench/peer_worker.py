@@ -151,7 +151,12 @@ def _convert_to_ctranslate2(folder: Path, scratch: Path) -> None:
 
     model = _model(folder)
     config, loader = model.config, _MODEL_LOADERS[type(model.config).__name__]
-    ids = {"pad": config.pad_token_id, "eos": config.eos_token_id, "bos": getattr(config, "bos_token_id", None), "unk": 2}
+    ids = {
+        "pad": config.pad_token_id,
+        "eos": config.eos_token_id,
+        "bos": getattr(config, "bos_token_id", None),
+        "unk": 2,
+    }
 
     class Tokens:
         """As much of a tokenizer as the loader asks for."""
