@@ -187,7 +187,7 @@ def family_of_model(model: Any) -> Family:
         raise NotT5Error(no_head(kind, config))
     if family.is_relative:
         own, other = model.encoder.embed_tokens.weight, model.decoder.embed_tokens.weight
-        if own is not other and (own != other).any():
+        if own is not other and not own.is_meta and (own != other).any():
             raise InputError(
                 f"{kind} must have one embedding for encoder and decoder, got two. transformers 5.0 to 5.17 load a "
                 "MADLAD-400 so: give its folder or hub id, or load it with another release."
