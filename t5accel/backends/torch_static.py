@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static_buffers import KEPT_BYTES, LONGEST_RUN, KVCache, StaticBuffers, capture_graph
+from t5accel.backends.torch_static_buffers import KEPT_BYTES, LONGEST_RUN, KVCache, StaticBuffers, capture_graph, made
 from t5accel.backends.torch_static_loops import run_beams, run_samples, step_tokens
 from t5accel.backends.torch_static_model import StaticT5
 from t5accel.checks import as_count
@@ -102,7 +102,7 @@ class TorchStatic:
         self._longest_source = math.inf
         if (table := self.decoder.encoder.positions) is not None:
             self._longest_source = len(table) - self.decoder.encoder.first
-        self.captured = 0  # graphs of a step
+        self.captured = self.captured_encoders = 0  # graphs of a step, and of an encoder
         self._free: list[StaticBuffers] = []  # the last given back is the last
         self._encoders: dict[tuple[int, int], CapturedEncoder] = {}  # the last used is the last
 
@@ -220,21 +220,13 @@ class TorchStatic:
         """Buffers that are free, or new ones, filled with the source."""
         shape = (batch, rows, self._bucket(source.mask.shape[1]), self._bucket(width))
         place = next((at for at in reversed(range(len(self._free))) if self._free[at].shape == shape), None)
-        buffers = self._new_buffers(*shape) if place is None else self._free.pop(place)
+        if place is None:
+            new = partial(self.decoder.new_buffers, batch=batch, rows=rows, source=shape[2], width=shape[3])
+            buffers = made(new, self._free, self._encoders)
+        else:
+            buffers = self._free.pop(place)
         self.decoder.fill(buffers, source.cross_kv, source.mask)
         return buffers
-
-    def _new_buffers(self, batch: int, rows: int, source: int, width: int) -> StaticBuffers:
-        shape = dict(batch=batch, rows=rows, source=source, width=width)
-        try:
-            return self.decoder.new_buffers(**shape)
-        except torch.cuda.OutOfMemoryError:
-            if not (self._free or self._encoders):
-                raise
-        self._free.clear()
-        self._encoders.clear()
-        torch.cuda.empty_cache()
-        return self.decoder.new_buffers(**shape)
 
     def _give_back(self, buffers: StaticBuffers) -> None:
         self._free.append(buffers)
@@ -301,6 +293,7 @@ class TorchStatic:
             cross_kv = self.decoder.cross_memory(*shape)
             graph = capture_graph(lambda: self.decoder.encode(ids, mask, cross_kv), lambda: None, self.device)
             self._encoders[shape] = CapturedEncoder(ids, mask, cross_kv, graph)
+            self.captured_encoders += 1
             held = self._encoders.values()
             while len(held) > 1 and sum(one.cross_kv.memory.nbytes for one in held) > KEPT_BYTES:
                 del self._encoders[next(iter(self._encoders))]

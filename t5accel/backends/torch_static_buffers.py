@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from t5accel.decoding.backend import SuppressedTokens
 
 KEPT_BYTES = 2 * 2**30  # of buffers in shapes that are not in use; of encoders; of running rows
 LONGEST_RUN = 64  # tokens that the buffers hold before the host has to read them
+Made = TypeVar("Made")
 WARM_UP_STEPS = 2  # before a graph is captured; libraries choose their kernels in them
 
 
@@ -47,6 +48,19 @@ def capture_graph(step: Callable[[], Any], undo: Callable[[], Any], device: torc
     with torch.cuda.graph(graph, stream=side):
         step()
     return graph
+
+
+def made(make: Callable[[], Made], *unused: Any) -> Made:
+    """What ``make`` returns, which may take the device's memory from the lists and dictionaries ``unused``."""
+    try:
+        return make()
+    except torch.cuda.OutOfMemoryError:
+        if not any(unused):
+            raise
+    for kept in unused:
+        kept.clear()
+    torch.cuda.empty_cache()
+    return make()
 
 
 class KVCache:

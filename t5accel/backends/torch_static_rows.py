@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static_buffers import KEPT_BYTES, StaticBuffers, capture_graph
+from t5accel.backends.torch_static_buffers import KEPT_BYTES, StaticBuffers, capture_graph, made
 
 if TYPE_CHECKING:
     from t5accel.backends.torch_static import StaticSource, TorchStatic
@@ -82,7 +83,7 @@ class TorchStaticRows:
     @property
     def captures(self) -> int:
         """Graphs made so far, of steps and of encoders."""
-        return self._captured + len(self.backend._encoders)
+        return self._captured + self.backend.captured_encoders
 
     def shape_for(self, rows: int, source: int, width: int) -> tuple[int, int, int]:
         """The smallest (R, S, W) for that many rows, source positions and places."""
@@ -97,7 +98,7 @@ class TorchStaticRows:
         Without memory for these everything stays as it was.
         """
         old = self._held
-        new = self._kept.pop(shape, None) or self._allocate(shape)
+        new = self._kept.pop(shape, None) or made(partial(self._new, shape), self._kept)
         if old is not None and len(kept):
             index = torch.as_tensor(kept, device=self.device)
             new.buffers.cross_kv.gather_(old.buffers.cross_kv, index)
@@ -111,31 +112,21 @@ class TorchStaticRows:
                 del self._kept[next(iter(self._kept))]
         self._held, self.shape = new, shape
 
-    def _allocate(self, shape: tuple[int, int, int]) -> RowBuffers:
-        try:
-            return self._new(shape)
-        except torch.cuda.OutOfMemoryError:
-            if not self._kept:
-                raise
-        self._kept.clear()
-        torch.cuda.empty_cache()
-        return self._new(shape)
-
     def _new(self, shape: tuple[int, int, int]) -> RowBuffers:
         rows, source, width = shape
         buffers = self.decoder.new_buffers(batch=rows, rows=1, source=source, width=width)
         plan = torch.zeros((3, rows), dtype=torch.int64, device=self.device)
         buffers.lengths, buffers.token = plan[0], plan[1][:, None]
-        made = RowBuffers(buffers, plan)
+        new = RowBuffers(buffers, plan)
         if self.backend.graphs:
 
             def undo() -> None:
                 plan.zero_()
                 buffers.count.zero_()
 
-            made.graph = capture_graph(lambda: self._step(made), undo, self.device)
+            new.graph = capture_graph(lambda: self._step(new), undo, self.device)
             self._captured += 1
-        return made
+        return new
 
     def warm(self, rows: int) -> None:
         """Capture the graphs of short requests, so that nobody waits for them later."""
