@@ -134,6 +134,7 @@ test-wheel: wheel ## Install the wheel into empty environments, and translate th
 	@cd build/wheel && bin/t5accel export --model mini --out export > /dev/null 2>&1 && cd ../wheel-runtime && \
 		test -n "$$(bin/t5accel run --model ../wheel/export 'translate English to French: I am tired.')" && \
 		bin/python -c 'from importlib.util import find_spec; from t5accel import accelerate; assert not find_spec("torch"); print("1 passed: without torch")'
+	@rm -rf build/wheel build/wheel-runtime
 
 test-binder: build/binder/.stamp ## Check what Binder would build, without Docker and conda
 	@build/binder/bin/python scripts/check_binder.py

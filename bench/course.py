@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from bench import figures as draw
@@ -80,7 +82,8 @@ def execute(notebook: Path, out: Path, *, on_cell: Callable[[], None] = lambda: 
     )  # fmt: skip
     started = time.perf_counter()
     try:
-        client.execute()
+        with TemporaryDirectory(ignore_cleanup_errors=True) as scratch:  # a kernel is killed before it clears its own
+            client.execute(env=os.environ | {"TMPDIR": scratch})
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         raise NotebookError(f"{notebook.name} failed; the copy as far as it ran is {copy}.\n{error}") from error
     finally:

@@ -94,12 +94,21 @@ def test_a_failing_notebook_is_named_stops_the_course_and_leaves_its_copy(folder
     assert not (tmp_path / "out" / "01_second.ipynb").exists() and not measured
 
 
+def test_nothing_is_left_of_a_notebooks_scratch_folder(tmp_path):
+    path = tmp_path / "00_scratch.ipynb"
+    code = "from tempfile import mkdtemp\nopen('where.txt', 'w').write(mkdtemp())"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), path)
+    execute(path, tmp_path / "out")
+    assert not Path((tmp_path / "where.txt").read_text()).exists()
+
+
+
 @pytest.mark.parametrize("error", [DeadKernelError("Kernel died"), CellTimeoutError("A cell timed out")])
 def test_a_dead_kernel_and_a_cell_without_end_are_reported_likewise(folder, tmp_path, monkeypatch, error):
     class Client:
         def __init__(self, *_, **__): ...
 
-        def execute(self):
+        def execute(self, **_):
             raise error
 
     monkeypatch.setattr("nbclient.NotebookClient", Client)
