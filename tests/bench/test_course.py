@@ -102,7 +102,6 @@ def test_nothing_is_left_of_a_notebooks_scratch_folder(tmp_path):
     assert not Path((tmp_path / "where.txt").read_text()).exists()
 
 
-
 @pytest.mark.parametrize("error", [DeadKernelError("Kernel died"), CellTimeoutError("A cell timed out")])
 def test_a_dead_kernel_and_a_cell_without_end_are_reported_likewise(folder, tmp_path, monkeypatch, error):
     class Client:
