@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.runtimes import export_backend
-from t5accel.errors import InputError, MissingPackageError
+from t5accel.errors import InputError
 from t5accel.graphs.export import backend_logits
 from t5accel.graphs.export import check_logits as compare_logits
 from t5accel.graphs.export_cache import cached_export_and_manifest, find_export, verified_manifest
 from t5accel.models.families import family_of_model
-from t5accel.models.load import require_torch
+from t5accel.models.load import require_gpu, require_torch
 from t5accel.precision.recipes import RECIPES, Recipe, as_recipe
 from t5accel.tokenization import tokenizer_of
 
@@ -125,7 +125,7 @@ def _open(
     folder = find_export(model)
     runtime = _choose_runtime(runtime, device, recipe, is_export=folder is not None)
     if device == "cuda":
-        _require_gpu()
+        require_gpu()
     name = recipe.name
     if runtime == "torch":
         if max_source_tokens is not None:
@@ -188,14 +188,6 @@ def _choose_runtime(runtime: str | None, device: str, recipe: Recipe, *, is_expo
         other = "onnx" if runtime == "torch" else "torch"
         raise InputError(f"precision {recipe.name!r} runs on {other}, not on {runtime}: leave runtime out.")
     return runtime
-
-
-def _require_gpu() -> None:
-    require_torch("device='cuda'")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise MissingPackageError("device='cuda' needs a GPU and a torch that sees it: give device='cpu' here.")
 
 
 def tuned(recipe: Recipe, tuned_for: str) -> Recipe:

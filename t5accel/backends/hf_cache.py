@@ -41,7 +41,7 @@ def _stays_in_the_backend(*_: Any, **__: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class EncodedBatch:
-    """The reusable ``encoder_outputs`` of `AcceleratedEncoder`; access to hidden states raises ``InputError``."""
+    """The reusable ``encoder_outputs`` of `BackendEncoder`; access to hidden states raises ``InputError``."""
 
     encoded: EncodedSource
     rows: np.ndarray  # (R,) int64, the source 0 … B - 1 of each row of a batch, repeated for K beams
@@ -79,7 +79,7 @@ class EncodedBatch:
         return replace(self, rows=np.repeat(self.rows, count))
 
 
-class AcceleratedEncoder:
+class BackendEncoder:
     """A backend's encoder, called as transformers calls an encoder."""
 
     main_input_name = "input_ids"

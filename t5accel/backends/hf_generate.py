@@ -21,7 +21,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
 from t5accel.backends.hf_cache import (
-    AcceleratedEncoder,
+    BackendEncoder,
     DecoderCache,
     EncodedBatch,
     as_cache,
@@ -128,13 +128,13 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
                 "sooner. generate(use_cache=False) decodes without it.",
                 stacklevel=2,
             )
-        self.backend, self.encoder, self.tokenizer = backend, AcceleratedEncoder(backend), tokenizer
+        self.backend, self.encoder, self.tokenizer = backend, BackendEncoder(backend), tokenizer
         self.eval()
         # transformers 4.57 logs an error when a pipeline is given a class that is not listed. No model has such a type.
         name = type(self).__name__
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.setdefault(f"t5accel {name}", name)
 
-    def get_encoder(self, modality: str | None = None) -> AcceleratedEncoder:
+    def get_encoder(self, modality: str | None = None) -> BackendEncoder:
         return self.encoder
 
     def forward(

@@ -17,12 +17,14 @@ from t5accel.errors import InputError
 from t5accel.models.sizes import T5Dims
 
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
+ENCODER_ONLY = "encoder_only.onnx"  # in place of both: the encoder's hidden states
 SHORTLIST = "decoder_shortlist.onnx"  # optional: the decoder with a second head, in 8 bits
 STEP = "decoder_step.onnx"  # optional: one new token in ONNX Runtime's fused operators
 SHORTLIST_EXTRAS = ("hidden", "norm", "error")  # computed with approximate logits alone
 SHORTLIST_OUTPUTS = ("logits", *SHORTLIST_EXTRAS)
 WEIGHTS = "weights.data"  # all graphs' large weights, unless they are inside the graphs
 MANIFEST = "manifest.json"
+MODULES = "modules.json"  # sentence-transformers' list of what follows an encoder
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,15 @@ def encoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
     return GraphSpec(
         inputs=(TensorSpec("input_ids", "int64", tokens), TensorSpec("attention_mask", "int64", tokens)),
         outputs=_cross(dims, dtype),
+    )
+
+
+def encoder_only_spec(dims: T5Dims) -> GraphSpec:
+    """``encoder_only.onnx``: tokens -> hidden states, float32 in every recipe."""
+    tokens = ("B", "S")
+    return GraphSpec(
+        inputs=(TensorSpec("input_ids", "int64", tokens), TensorSpec("attention_mask", "int64", tokens)),
+        outputs=(TensorSpec("last_hidden_state", "float32", (*tokens, dims.d_model)),),
     )
 
 

@@ -1,6 +1,6 @@
 """A cache of exports: one folder per model and recipe, made on first use.
 
-A folder's key (`_folder_of`) covers all that changes an answer, but for a model object's configuration and tokenizer,
+A folder's key (`cache_entry`) covers all that changes an answer, but for a model object's configuration and tokenizer,
 which `api.accelerate` hands on itself.
 """
 
@@ -138,26 +138,26 @@ def cached_export_and_manifest(
 
     with FileHashes() as hashes:
         weights = None if named else model_weights(model)
-        key = _key_of_name(label, hashes) if named else source_hash(model, weights)
-        folder_of = None if key is None else partial(_folder_of, label, key, tokenizer_hash(tokenizer))
+        key = key_of_name(label, hashes) if named else source_hash(model, weights)
+        folder_of = None if key is None else partial(cache_entry, label, key, tokenizer_hash(tokenizer))
         if folder_of and (named or not check_logits) and (manifest := hashes.lookup(folder_of(recipe))):
             return folder_of(recipe), manifest
         if named and not (folder_of and hashes.lookup(folder_of(fp32))):
             if machine.watches_stderr():
                 say(f"Loading {label} …")
             model, own_tokenizer = load_model(model)
-            loaded = _key_of_name(label, hashes)  # again: it may have been downloaded only now
+            loaded = key_of_name(label, hashes)  # again: it may have been downloaded only now
             if os.path.isdir(label) and loaded != key:
                 raise ExportError(f"{label} changed while it was read: try again when it is whole.")
             given = tokenizer_hash(own_tokenizer if loaded is None else tokenizer)
             key = source_hash(model, model_weights(model)) if loaded is None else loaded
-            folder_of = partial(_folder_of, label, key, given)
+            folder_of = partial(cache_entry, label, key, given)
             tokenizer = own_tokenizer if tokenizer is None else tokenizer
 
         in_fp32, folder = folder_of(fp32), folder_of(recipe)
         manifest = hashes.lookup(in_fp32)
         if manifest is None:
-            _clear_damaged(in_fp32, hashes)
+            clear_damaged(in_fp32, hashes)
             say(f"{label} is exported once, and kept in {cache_folder()} (t5accel cache clear empties that).")
             made = export_model(
                 model,
@@ -178,12 +178,12 @@ def cached_export_and_manifest(
             return in_fp32, manifest
         if manifest := hashes.lookup(folder):
             return folder, manifest
-        _clear_damaged(folder, hashes)
+        clear_damaged(folder, hashes)
         say(f"{label} is kept in {recipe.name}, too. Its quality was not measured: t5accel quantize does that.")
         return folder, hashes.remember(folder, convert_export(in_fp32, folder, recipe, overwrite=True))
 
 
-def _key_of_name(name: str, hashes: FileHashes) -> str | None:
+def key_of_name(name: str, hashes: FileHashes) -> str | None:
     """The key of a model by name, found without loading it; ``None`` if it must be loaded."""
     if name.startswith("random:"):
         return _random_key(name)
@@ -229,10 +229,10 @@ def _versions() -> dict[str, str]:
     return machine.versions()
 
 
-def _folder_of(label: str, key: str, tokenizer: str, recipe: Recipe) -> Path:
+def cache_entry(label: str, key: str, tokenizer: str, recipe: Recipe, *, layout: str = "shortlist step") -> Path:
     """The cache folder of a model's key, its tokenizer's hash and a recipe."""
     # transformers' version counts, because releases load one folder differently.
-    how = f"{FP32} {FORMAT} {OPSET} {_versions().get('t5accel')} {_versions().get('transformers')} shortlist step"
+    how = f"{FP32} {FORMAT} {OPSET} {_versions().get('t5accel')} {_versions().get('transformers')} {layout}"
     digest = hashlib.sha256(f"{key} {how} {tokenizer}".encode()).hexdigest()[:16]
     readable = re.sub(r"[^\w.-]+", "-", Path(label).name or "model", flags=re.ASCII)[:60]
     suffix = "" if recipe == RECIPES["fp32"] else f"-{recipe.hash}"
@@ -413,7 +413,7 @@ def clear_exports(names: Sequence[str] | None = None) -> list[CachedExport]:
     return found
 
 
-def _clear_damaged(folder: Path, hashes: FileHashes) -> None:
+def clear_damaged(folder: Path, hashes: FileHashes) -> None:
     """Delete a cached export that is not whole."""
     if not os.path.lexists(folder):
         return

@@ -78,7 +78,7 @@ def write_export(target: Path, plan: ExportPlan, *, overwrite: bool, progress: b
                 return read_manifest(target, verify=False)
             _refuse_unless_replaceable(target, overwrite)
         with staged(target) as partial:
-            _write_graphs(partial, plan.graphs, layout, f"exporting {manifest.source['name']}" if progress else "")
+            write_graphs(partial, plan.graphs, layout, f"exporting {manifest.source['name']}" if progress else "")
             plan.add_files(partial)
             manifest.write(partial)
             if plan.check is not None:
@@ -145,7 +145,8 @@ def _refuse_unless_replaceable(target: Path, overwrite: bool) -> None:
         )
 
 
-def _write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: WeightsLayout, title: str) -> None:
+def write_graphs(folder: Path, graphs: Mapping[str, GraphBuilder], layout: WeightsLayout, title: str = "") -> None:
+    """Write graphs, and their weights where ``layout`` places them; ``title`` is shown on a bar of progress."""
     sizes = {name: 0 if layout.places else graph.size_bytes for name, graph in graphs.items()}
     total = sum(sizes.values()) + sum(array.nbytes for array, _ in layout.places.values())
     units = {"unit": "B", "unit_scale": True, "unit_divisor": 1000}

@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from t5accel.errors import NotT5Error
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import GraphSpec, decoder_spec, encoder_spec
+from t5accel.graphs.contract import GraphSpec, decoder_spec, encoder_only_spec, encoder_spec
 from t5accel.graphs.weights import T5Weights
 from t5accel.models.t5_math import relative_position_bucket
 
@@ -220,7 +220,7 @@ class T5Layers:
             hidden = self.self_attention(hidden, layer, bias_of[layer])
             hidden = self.feed_forward(hidden, f"encoder.block.{layer}.layer.1")
         if not self.weights.family.norm_first:
-            return hidden
+            return self.graph.op("Identity", hidden, output=output) if output else hidden
         return self.norm(hidden, "encoder.final_layer_norm.weight", output=output)
 
     def cross_keys_and_values(self, encoded: str, prefix: str) -> None:
@@ -413,6 +413,14 @@ def encoder_graph(weights: T5Weights) -> GraphBuilder:
     graph.declare(encoder_spec(weights.dims))
     layers = T5Layers(graph, weights, "encoder")
     layers.cross_keys_and_values(layers.encoder(), "cross")
+    return graph
+
+
+def encoder_only_graph(weights: T5Weights) -> GraphBuilder:
+    """``input_ids``, ``attention_mask`` (B, S) -> ``last_hidden_state`` (B, S, d_model)."""
+    graph = GraphBuilder("encoder_only")
+    graph.declare(encoder_only_spec(weights.dims))
+    T5Layers(graph, weights, "encoder").encoder("last_hidden_state")
     return graph
 
 

@@ -20,7 +20,9 @@ from t5accel.errors import ExportError
 from t5accel.graphs.contract import (
     DECODER,
     ENCODER,
+    ENCODER_ONLY,
     MANIFEST,
+    MODULES,
     SHORTLIST,
     STEP,
     WEIGHTS,
@@ -28,6 +30,7 @@ from t5accel.graphs.contract import (
     TensorSpec,
     as_folder,
     decoder_spec,
+    encoder_only_spec,
     encoder_spec,
     shortlist_spec,
     step_spec,
@@ -41,7 +44,8 @@ ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 # All files that an export may hold, for when its manifest is damaged.
 WRITTEN = set(
     f"""
-    {ENCODER} {DECODER} {SHORTLIST} {STEP} {WEIGHTS} {MANIFEST} config.json generation_config.json
+    {ENCODER} {DECODER} {SHORTLIST} {STEP} {ENCODER_ONLY} {WEIGHTS} {MANIFEST} {MODULES} config.json
+    generation_config.json
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json spiece.model sentencepiece.bpe.model
     source.spm target.spm vocab.json target_vocab.json merges.txt vocab.txt tokenizer.model
     """.split()
@@ -73,6 +77,11 @@ class Manifest:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # sha256 and size_bytes, but for the manifest
 
     @property
+    def is_encoder_only(self) -> bool:
+        """Whether this is an encoder without a decoder, `BackendEncoder`'s."""
+        return not self.dims.decoder_layers
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all files."""
         return sum(entry["size_bytes"] for entry in self.files.values())
@@ -80,7 +89,7 @@ class Manifest:
     @property
     def graph_bytes(self) -> int:
         """Bytes of the graphs and of the weights beside them."""
-        graphs = (ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS)
+        graphs = (ENCODER_ONLY, ENCODER, DECODER, SHORTLIST, STEP, WEIGHTS)
         return sum(self.files[name]["size_bytes"] for name in graphs if name in self.files)
 
     def write(self, folder: Path) -> None:
@@ -166,7 +175,9 @@ def listed_files(folder: Path) -> set[str]:
 def files_of_export(folder: Path) -> set[str]:
     """The files that an export in ``folder``, whole or damaged, may have; empty if there is none."""
     listed = listed_files(folder)
-    damaged = os.path.isfile(folder / MANIFEST) and any(os.path.isfile(folder / name) for name in (ENCODER, DECODER))
+    damaged = os.path.isfile(folder / MANIFEST) and any(
+        os.path.isfile(folder / name) for name in (ENCODER, DECODER, ENCODER_ONLY)
+    )
     return listed | WRITTEN if listed or damaged else set()
 
 
@@ -188,7 +199,9 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     files = manifest.files
     if layout != LAYOUT or manifest.graphs != _specs(dims, manifest.recipe):
         raise ValueError("its graphs are not those of its sizes")
-    if not {ENCODER, DECODER} <= files.keys() or any(name in ("", "..") or Path(name).name != name for name in files):
+    if not manifest.graphs.keys() <= files.keys() or any(
+        name in ("", "..") or Path(name).name != name for name in files
+    ):
         raise ValueError(f"its files are {list(files)}")
     shortlist = manifest.shortlist
     if shortlist and (SHORTLIST not in files or _graph(shortlist) != shortlist_spec(dims)):
@@ -208,7 +221,9 @@ def _manifest(content: dict[str, Any]) -> Manifest:
 
 
 def _specs(dims: T5Dims, recipe: Mapping[str, Any]) -> dict[str, GraphSpec]:
-    """The two graphs' inputs and outputs; the KV cache has the recipe's float type."""
+    """The graphs' inputs and outputs; the KV cache has the recipe's float type."""
+    if not dims.decoder_layers:
+        return {ENCODER_ONLY: encoder_only_spec(dims)}
     dtype = recipe.get("floats", "float32")
     return {ENCODER: encoder_spec(dims, dtype), DECODER: decoder_spec(dims, dtype)}
 

@@ -32,6 +32,7 @@ from t5accel.models.families import SIZES, family_of, no_head
 from t5accel.models.pruned import load_pruned
 from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
 from t5accel.models.sizes import CLASS_PREFIXES
+from t5accel.models.stored_weights import weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,6 +79,15 @@ def require_torch(what: str, instead: str = "") -> None:
             import_module(package)
         except ModuleNotFoundError:
             raise MissingPackageError(f"{what} needs {package}: {install('cpu')}. {instead}".rstrip()) from None
+
+
+def require_gpu() -> None:
+    """Raise ``MissingPackageError`` unless torch sees a GPU."""
+    require_torch("device='cuda'")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingPackageError("device='cuda' needs a GPU and a torch that sees it: give device='cpu' here.")
 
 
 def load_model(name: str | os.PathLike[str], *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
@@ -333,7 +343,7 @@ def _stored_rows(folder: Path) -> Iterator[tuple[str, Any]]:
     import torch
     from safetensors import safe_open
 
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118  # it is no dict
@@ -345,16 +355,6 @@ def _stored_rows(folder: Path) -> Iterator[tuple[str, Any]]:
         # Files of before torch 1.6 are no archives.
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         yield from ((name, _middle_row(weight)) for name, weight in weights.items() if weight.numel())
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
-        if (index := folder / f"{name}.index.json").is_file():
-            shards = read_json_object(index, ModelUnavailableError)["weight_map"].values()
-            return [folder / shard for shard in sorted({*shards})]
-    return []
 
 
 def _middle_row(weight: Any) -> Any:

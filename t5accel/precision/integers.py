@@ -158,7 +158,7 @@ class IntegerRewriter:
         output = product.node.output[0]
         if scheme.method == "weight-only":
             self._multiply_blocks(graph, product, output, scheme)
-        elif len(product.weights) == 1 or (scheme.method == "dynamic" and scheme.per_channel):
+        elif len(product.weights) == 1 or (scheme.method != "static" and scheme.per_channel):
             self._multiply_channels(graph, product, output, scheme, ranges)
         else:  # joined weights with a scale for each: one product a weight
             parts = [graph.fresh("part") for _ in product.weights]
@@ -185,6 +185,12 @@ class IntegerRewriter:
             weight = graph.op("DequantizeLinear", integers, scales, axis=1)
             graph.op("MatMul", rounded, weight, output=output)
             return
+        if scheme.method == "per-token":
+            numbers, scale, zero = self._per_token(graph, hidden)
+            one = graph.constant(np.float32(1))
+            product_of = graph.op("MatMulIntegerToFloat", numbers, integers, one, scales, zero, domain=ORT_DOMAIN)
+            graph.op("Mul", product_of, scale, output=output)
+            return
         if hidden not in self._inputs:  # once for queries, keys and values
             self._inputs[hidden] = tuple(f"{hidden}.{part}" for part in ("integers", "scale", "zero"))
             graph.multi_output_op("DynamicQuantizeLinear", [hidden], self._inputs[hidden])
@@ -192,6 +198,17 @@ class IntegerRewriter:
         sums = graph.op("MatMulInteger", numbers, integers, zero)
         # ONNX Runtime fuses these with the operator above.
         graph.op("Mul", graph.op("Cast", sums, to=TensorProto.FLOAT), graph.op("Mul", scale, scales), output=output)
+
+    def _per_token(self, graph: GraphBuilder, hidden: str) -> tuple[str, ...]:
+        """(…, K) floats as uint8 around 128, the scale of each token (…, 1), and the zero point."""
+        if hidden not in self._inputs:
+            largest = graph.op("ReduceMax", graph.op("Abs", hidden), graph.constant([-1]), keepdims=1)
+            scale = graph.op("Mul", largest, graph.constant(np.float32(1 / 127)))
+            scale = graph.op("Max", scale, graph.constant(np.finfo(np.float32).tiny))  # of a token that is all zeros
+            zero = graph.constant(np.uint8(128))
+            numbers = graph.op("QuantizeLinear", graph.op("Div", hidden, scale), graph.constant(np.float32(1)), zero)
+            self._inputs[hidden] = numbers, scale, zero
+        return self._inputs[hidden]
 
     def _multiply_blocks(self, graph: GraphBuilder, product: WeightMatMul, output: str, scheme: Scheme) -> None:
         arrays = [graph.weights[name] for name in product.weights]
@@ -234,14 +251,16 @@ class IntegerRewriter:
     def _blocks(self, graph: GraphBuilder, name: str, rows: np.ndarray, scheme: Scheme) -> tuple[str, str]:
         stem = f"{name}.{scheme.bits}bits.{scheme.block_size}"
         if f"{stem}.scales" not in self._arrays:
-            blocks = quantize_blocks(rows, scheme.bits, scheme.block_size)
+            blocks = quantize_blocks(np.asarray(rows), scheme.bits, scheme.block_size)
             self._arrays |= {f"{stem}.blocks": blocks.integers, f"{stem}.scales": blocks.scales}
         return self._weights(graph, f"{stem}.blocks", f"{stem}.scales")
 
     def _channels(self, graph: GraphBuilder, name: str, weight: np.ndarray, scheme: Scheme) -> tuple[str, str]:
         stem = f"{name}.8bits{'.channels' * scheme.per_channel}{'.reduced' * scheme.reduce_range}"
         if f"{stem}.scales" not in self._arrays:
-            channels = quantize_channels(weight, per_channel=scheme.per_channel, reduce_range=scheme.reduce_range)
+            channels = quantize_channels(
+                np.asarray(weight), per_channel=scheme.per_channel, reduce_range=scheme.reduce_range
+            )
             self._arrays |= {f"{stem}.integers": channels.integers, f"{stem}.scales": channels.scales}
         return self._weights(graph, f"{stem}.integers", f"{stem}.scales")
 

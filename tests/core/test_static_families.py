@@ -134,7 +134,7 @@ def test_a_step_of_t5_asks_for_no_more_operators(kind: str, dtype: torch.dtype) 
 def test_accelerate_captures_every_family_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it chooses, on a CPU that it takes for a GPU; the logits are compared on the way."""
     model = lively(kind)
-    monkeypatch.setattr(api, "_require_gpu", lambda: None)
+    monkeypatch.setattr(api, "require_gpu", lambda: None)
     monkeypatch.setattr("t5accel.models.load.cast_model", lambda model, dtype, device: model)
     ours = api.accelerate(model, device="cuda")
     assert type(ours.backend) is TorchStatic

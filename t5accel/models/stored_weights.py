@@ -1,0 +1,120 @@
+"""Weights that stay in their files until they are used, one at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import numpy as np
+
+from t5accel.checks import read_json_object
+from t5accel.errors import ModelUnavailableError
+
+SMALL = 1 << 20  # elements of a weight that is read at once
+_HEADER = 1 << 27  # bytes: no file's list of weights is longer
+_STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F64": np.float64}  # numpy has no bfloat16
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A weight in a file, which numpy's functions take for a float32 array; each use reads it anew."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+    dtype = np.dtype(np.float32)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.read() if dtype is None else self.read().astype(dtype, copy=False)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in float32."""
+        return 4 * math.prod(self.shape)
+
+    @property
+    def T(self) -> StoredArray:  # noqa: N802  # numpy's name
+        return replace(self, shape=self.shape[::-1], read=lambda: self.read().T)
+
+
+def stored_weights(folder: Path, wanted: Callable[[str], bool]) -> dict[str, np.ndarray | StoredArray]:
+    """The weights of a folder's files whose names are ``wanted``, as float32; large ones are `StoredArray`.
+
+    Reads ``model.safetensors`` and ``pytorch_model.bin``, whole or in shards. Raises ``ModelUnavailableError`` for a
+    damaged file and for a weight that is not in floating point.
+    """
+    found: dict[str, np.ndarray | StoredArray] = {}
+    for path in weight_files(folder):
+        entries = _safetensors(path) if path.suffix == ".safetensors" else _pickled(path)
+        for name, shape, read in entries:
+            if wanted(name):
+                found[name] = StoredArray(shape, read) if math.prod(shape) > SMALL else read()
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in a folder, as transformers chooses them; raises ``ModelUnavailableError``."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").is_file():
+            shards = read_json_object(index, ModelUnavailableError)["weight_map"].values()
+            return [folder / shard for shard in sorted({*shards})]
+    return []
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
+    # Not by the library, which maps the file: what has been read would count as this process's memory to the end.
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _HEADER:
+                raise ValueError(f"a list of weights of {length} bytes")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in _STORED:
+                raise ModelUnavailableError(
+                    f"{path}: {name} must be stored as one of {', '.join(_STORED)}, got {entry['dtype']}. Give the "
+                    "model as it was before it was quantised."
+                )
+            shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+            kind = np.dtype(_STORED[entry["dtype"]])
+            if end - begin != kind.itemsize * math.prod(shape) or 8 + length + end > path.stat().st_size:
+                raise ValueError(f"{name} does not fit in the file")
+            yield name, shape, partial(_read_stored, path, 8 + length + begin, kind, shape)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelUnavailableError(f"{path} cannot be read: {error}.") from error
+
+
+def _read_stored(path: Path, offset: int, kind: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    stored = np.fromfile(path, kind, math.prod(shape), offset=offset)
+    if kind == np.uint16:  # bfloat16 is the upper half of a float32
+        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32, copy=False).reshape(shape)
+
+
+def _pickled(path: Path) -> Iterator[tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]:
+    import torch
+
+    try:  # files of before torch 1.6 are no archives
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except Exception as error:  # of several kinds
+        raise ModelUnavailableError(f"{path} cannot be read: {error}") from error
+    for name, weight in weights.items():
+        if not weight.is_floating_point():
+            raise ModelUnavailableError(f"{path}: {name} must be in floating point, got {weight.dtype}.")
+        yield name, tuple(weight.shape), partial(_as_floats, weight)
+
+
+def _as_floats(weight: Any) -> np.ndarray:
+    return weight.float().numpy()
