@@ -32,6 +32,9 @@ class StoredArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.read() if dtype is None else self.read().astype(dtype, copy=False)
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
     @property
     def ndim(self) -> int:
         return len(self.shape)
