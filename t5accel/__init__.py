@@ -7,6 +7,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _MODULES = {
+    "AcceleratedEncoder": "encoder",
     "T5Dims": "models.sizes",
     "accelerate": "api",
     "beam_search": "decoding.beam",
@@ -22,6 +23,7 @@ _MODULES = {
 _ALIASES = {"load_t5": "load_model"}
 
 __all__ = [
+    "AcceleratedEncoder",
     "T5Dims",
     "__version__",
     "accelerate",
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from t5accel.decoding.sampling import sample
     from t5accel.decoding.speculation import speculative
     from t5accel.decoding.streaming import stream
+    from t5accel.encoder import AcceleratedEncoder
     from t5accel.graphs.export import export_model
     from t5accel.models.load import load_model
     from t5accel.models.load import load_model as load_t5

@@ -1,0 +1,285 @@
+"""An encoder alone: equal to transformers' own, from files of either kind, in a stream, and embeddings of texts."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import GATED, TINY
+from safetensors.torch import load_file, save_file
+
+from t5accel import AcceleratedEncoder, accelerate
+from t5accel.api import open_backend
+from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
+from t5accel.graphs import encoder_export
+from t5accel.graphs.encoder_export import EncoderSource, export_encoder
+from t5accel.graphs.manifest import read_manifest
+from t5accel.models import stored_weights as stored
+from t5accel.models.families import BEYOND_T5
+from t5accel.models.load import data_folder, load_model
+from t5accel.models.random_init import random_model, random_t5
+from t5accel.precision.recipes import RECIPES, Recipe, Scheme
+from t5accel.precision.source_export import Fp32Export
+
+TEXTS = ["I am tired.", "The house is small and old.", "No", "Where is my bag, and where is yours?"]
+KINDS = [("t5", {}), ("t5", GATED), ("mt5", GATED), ("umt5", GATED)]
+SMALL = dict(
+    d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=2,
+    encoder_ffn_dim=48, decoder_ffn_dim=32, vocab_size=96, max_position_embeddings=40,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def mini():
+    return load_model("mini")[0]
+
+
+def batch(entries: int, lengths=(9, 4, 7), seed: int = 0):
+    """Ragged token ids and their mask; padding is 0."""
+    mask = (np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int64)
+    return np.random.default_rng(seed).integers(2, entries, mask.shape) * mask, mask
+
+
+def own_states(encoder, ids, mask):
+    with torch.no_grad():
+        return encoder(torch.from_numpy(ids), torch.from_numpy(mask)).last_hidden_state.float().numpy()
+
+
+def saved(folder, model, *, whole: bool, dtype=torch.float32):
+    """A folder of a whole model, or of its encoder as ``T5EncoderModel`` saves it."""
+    if not whole:
+        kind = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}[model.config.model_type]
+        alone = getattr(transformers, f"{kind}EncoderModel")(model.config)
+        alone.encoder.load_state_dict(model.encoder.state_dict())
+        alone.shared.weight = alone.encoder.embed_tokens.weight
+        model = alone
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=["t5", "gated", "mt5", "umt5"])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "encoder"])
+def test_hidden_states_are_transformers_own_padding_included(tmp_path, kind, sizes, whole):
+    model = random_t5(TINY | sizes, kind=kind)
+    ids, mask = batch(300)
+    expected = own_states(model.encoder, ids, mask)
+    encoder = AcceleratedEncoder.from_pretrained(saved(tmp_path / "model", model, whole=whole), progress=False)
+    np.testing.assert_allclose(encoder.encode(ids, mask), expected, atol=2e-5)
+    everywhere = own_states(model.encoder, ids, np.ones_like(mask))
+    np.testing.assert_allclose(encoder.encode(ids), everywhere, atol=2e-5)  # as without a mask in transformers
+
+
+@pytest.mark.parametrize("family", BEYOND_T5.values(), ids=BEYOND_T5)
+def test_encoders_of_other_families(family, tmp_path):
+    sizes = dict(SMALL, pad_token_id=1, eos_token_id=2, decoder_start_token_id=2)
+    model = random_model(family, sizes)
+    ids, mask = batch(96)
+    ids = np.where(mask == 1, np.maximum(ids, 3), 1)
+    encoder = AcceleratedEncoder.from_pretrained(model, progress=False)
+    real = mask == 1
+    np.testing.assert_allclose(
+        encoder.encode(ids, mask)[real], own_states(model.model.encoder, ids, mask)[real], atol=2e-5
+    )
+    with pytest.raises(InputError, match="at most max_source_tokens, 40, got 41"):
+        encoder.encode(np.full((1, 41), 5))
+
+
+def test_a_call_is_that_of_transformers(mini):
+    encoder = AcceleratedEncoder.from_pretrained(mini, progress=False)
+    ids, mask = map(torch.from_numpy, batch(100))
+    output = encoder(input_ids=ids, attention_mask=mask)
+    assert torch.allclose(output.last_hidden_state, mini.encoder(ids, mask).last_hidden_state, atol=2e-5)
+    (alone,) = encoder(ids, mask, return_dict=False, output_hidden_states=False)
+    assert torch.equal(alone, output[0]) and encoder.dtype == torch.float32 and encoder.device.type == "cpu"
+    assert torch.equal(encoder.as_module()(input_ids=ids, attention_mask=mask)[0], alone)
+    with pytest.raises(InputError, match="output_hidden_states is not supported here"):
+        encoder(ids, output_hidden_states=True)
+
+
+@pytest.mark.parametrize("mistake", ["ids", "mask", "none", "text"])
+def test_bad_inputs_are_refused(mistake, mini):
+    encoder = AcceleratedEncoder.from_pretrained(mini, progress=False)
+    ids, mask = batch(100)
+    given = {"ids": (ids + 10**6, mask), "mask": (ids, np.zeros_like(mask)), "none": (None, None), "text": ("a", None)}
+    with pytest.raises(InputError):
+        encoder(*given[mistake])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["safetensors", "shards", "bin"])
+def test_files_of_every_form_are_read_one_weight_at_a_time(tmp_path, monkeypatch, form, dtype):
+    monkeypatch.setattr(stored, "SMALL", 500)  # so that matrices stay in their files
+    model = random_t5(TINY).to(dtype)
+    options = {"shards": dict(max_shard_size="40KB"), "bin": {}}.get(form, {})
+    model.save_pretrained(tmp_path / "model", **options)
+    if form == "bin":
+        torch.save(load_file(tmp_path / "model/model.safetensors"), tmp_path / "model/pytorch_model.bin")
+        (tmp_path / "model/model.safetensors").unlink()
+    source = EncoderSource.of(tmp_path / "model")
+    read = [name for name, array in source.weights.arrays.items() if isinstance(array, stored.StoredArray)]
+    assert len(read) > 10 and all(np.asarray(source.weights.arrays[name]).dtype == np.float32 for name in read)
+    export_encoder(source, tmp_path / "export")
+    ids, mask = batch(300)
+    expected = own_states(model.float().encoder, ids, mask)
+    np.testing.assert_allclose(AcceleratedEncoder(tmp_path / "export").encode(ids, mask), expected, atol=2e-5)
+    in_8_bits = export_encoder(source, tmp_path / "int8", precision="int8")
+    assert in_8_bits.graph_bytes < 0.6 * read_manifest(tmp_path / "export").graph_bytes
+
+
+def test_an_embedding_under_the_decoders_name_alone_is_the_encoders(tmp_path):
+    """MADLAD-400's layout, which transformers 5.0 to 5.17 read wrongly."""
+    model = random_t5(TINY | GATED)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["decoder.embed_tokens.weight"] = weights.pop("shared.weight")
+    weights.pop("encoder.embed_tokens.weight", None)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ids, mask = batch(300)
+    found = AcceleratedEncoder.from_pretrained(tmp_path, progress=False).encode(ids, mask)
+    np.testing.assert_allclose(found, own_states(model.encoder, ids, mask), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "sentence"),
+    [
+        (lambda weights: weights.pop("shared.weight"), ModelUnavailableError, "lacks its embedding"),
+        (
+            lambda weights: weights.pop("encoder.block.1.layer.1.DenseReluDense.wo.weight"),
+            ModelUnavailableError,
+            "lacks",
+        ),
+        (lambda weights: weights.pop("encoder.block.1.layer.0.SelfAttention.q.weight"), NotT5Error, "no weight"),
+        (lambda weights: weights.update({"encoder.adapter": torch.ones(3)}), NotT5Error, "encoder.adapter"),
+        (
+            lambda weights: weights.update({"shared.weight": torch.ones(300, 32).char()}),
+            ModelUnavailableError,
+            "got I8",
+        ),
+        (
+            lambda weights: weights.update({"encoder.embed_tokens.weight": torch.ones(300, 32)}),
+            ModelUnavailableError,
+            "one embedding",
+        ),
+    ],
+)
+def test_files_that_are_no_whole_encoder_leave_nothing_behind(tmp_path, change, kind, sentence):
+    random_t5(TINY).save_pretrained(tmp_path / "model")
+    weights = load_file(tmp_path / "model/model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(kind, match=sentence):
+        export_encoder(tmp_path / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_file_is_reported(tmp_path):
+    random_t5(TINY).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ModelUnavailableError, match="cannot be read"):
+        EncoderSource.of(tmp_path)
+
+
+def test_a_hook_is_found(mini, tmp_path):
+    import copy
+
+    changed = copy.deepcopy(mini)
+    changed.encoder.block[1].register_forward_hook(lambda module, args, output: (output[0] + 1, *output[1:]))
+    with pytest.raises(ExportError, match="other hidden states"):
+        AcceleratedEncoder.from_pretrained(changed, progress=False)
+    export_encoder(changed, tmp_path / "all the same", check_outputs=False)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "bf16", "fp16"])
+def test_precisions_stay_close_and_do_not_mix_texts(precision, mini):
+    exact = AcceleratedEncoder.from_pretrained("mini", progress=False)
+    encoder = AcceleratedEncoder.from_pretrained("mini", precision=precision, progress=False)
+    own, found = exact.embed(TEXTS, normalize=True), encoder.embed(TEXTS, normalize=True)
+    least = {"int8": 0.999, "int4": 0.98, "bf16": 0.999, "fp16": 0.9999}[precision]
+    assert (own * found).sum(axis=1).min() > least
+    alone = np.concatenate([encoder.embed([text], normalize=True) for text in TEXTS])
+    np.testing.assert_allclose(found, alone, atol=1e-5 if precision[:3] == "int" else 0.01)
+
+
+def test_embeddings_are_pooled_as_asked_and_in_order(mini):
+    encoder = AcceleratedEncoder.from_pretrained("mini", progress=False)
+    states = encoder.embed(TEXTS, pooling="none")
+    for text, vectors in zip(TEXTS, states, strict=True):
+        ids = encoder.tokenizer([text], return_tensors="np", padding=True)["input_ids"]
+        np.testing.assert_allclose(vectors, encoder.encode(ids)[0], atol=1e-5)
+    np.testing.assert_allclose(encoder.embed(TEXTS), [vectors.mean(axis=0) for vectors in states], atol=1e-5)
+    np.testing.assert_allclose(
+        encoder.embed(TEXTS, pooling="first", batch_tokens=1), [vectors[0] for vectors in states], atol=1e-5
+    )
+    assert encoder.embed([]).shape == (0, encoder.config.d_model)
+    for wrong in (dict(pooling="max"), dict(batch_tokens=0)):
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} must be"):
+            encoder.embed(TEXTS, **wrong)
+    with pytest.raises(InputError, match="texts must be a list"):
+        encoder.embed("one text")
+
+
+def test_what_sentence_transformers_adds_is_not_left_out(mini, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(data_folder() / "mini-t5", folder)
+    kinds = ["Transformer", "Pooling", "Dense"]
+    entries = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    for precision in ("fp32", "bf16"):
+        with pytest.raises(InputError, match="Dense embed"):
+            AcceleratedEncoder.from_pretrained(folder, precision=precision, progress=False).embed(TEXTS)
+
+
+def test_an_export_is_cached_opened_alone_and_told_from_a_whole_models(mini, tmp_path, monkeypatch):
+    manifest = export_encoder("mini", tmp_path / "int8", precision="int8")
+    assert manifest.is_encoder_only and set(manifest.files) > {"encoder_only.onnx", "weights.data", "tokenizer.json"}
+    encoder = AcceleratedEncoder.from_pretrained(tmp_path / "int8")
+    assert encoder.precision == "int8" and encoder.embed(TEXTS).shape == (4, 256)
+    with pytest.raises(InputError, match="precision must be that of the export"):
+        AcceleratedEncoder.from_pretrained(tmp_path / "int8", precision="fp32")
+    with pytest.raises(InputError, match="encoder alone"):
+        accelerate(tmp_path / "int8")
+    with pytest.raises(InputError, match="encoder alone"):
+        Fp32Export.read(export_folder := tmp_path / "fp32") if export_encoder("mini", tmp_path / "fp32") else None
+    assert export_folder.is_dir()
+    backend = open_backend("mini", progress=False)[0]
+    with pytest.raises(InputError, match="whole model"):
+        AcceleratedEncoder(backend.folder)
+    AcceleratedEncoder.from_pretrained("mini", progress=False)
+    monkeypatch.setattr(encoder_export, "export_encoder", None)  # made once
+    assert AcceleratedEncoder.from_pretrained("mini", progress=False).precision == "fp32"
+
+
+def test_recipes_that_would_mix_texts_and_unknown_precisions_are_refused(tmp_path):
+    for wrong in ("int8-dynamic", 7, RECIPES["int8"], Recipe("mine", encoder=Scheme("static"))):
+        with pytest.raises(InputError, match="precision must"):
+            export_encoder("mini", tmp_path / "out", precision=wrong)
+    with pytest.raises(InputError, match="device must be"):
+        AcceleratedEncoder.from_pretrained("mini", device="tpu")
+    with pytest.raises(InputError, match="must have an encoder|model must be"):
+        export_encoder(SimpleNamespace(config=load_model("mini")[0].config), tmp_path / "out")
+
+
+def test_auto_takes_bf16_only_where_it_is_measured_to_be_fast(monkeypatch):
+    for rate, expected in ((1.2, "fp32"), (3.0, "bf16")):
+        monkeypatch.setattr(
+            "t5accel.machine.gemm_flops_per_s", lambda dtype="float32", rate=rate: {"float32": 1}.get(dtype, rate)
+        )
+        assert AcceleratedEncoder.from_pretrained("mini", precision="auto", progress=False).precision == expected
+
+
+def test_a_token_of_zeros_and_large_numbers_stay_finite_in_8_bits(tmp_path):
+    model = random_t5(TINY)
+    with torch.no_grad():
+        model.shared.weight[5] = 0
+        model.shared.weight[6] = 1e30
+    export_encoder(model, tmp_path / "int8", precision="int8", check_outputs=False)
+    assert np.isfinite(AcceleratedEncoder(tmp_path / "int8").encode(np.array([[5, 5, 6, 7]]))).all()
