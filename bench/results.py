@@ -105,6 +105,7 @@ class Row(TypedDict, total=False):
     exact_match: float
     f1: float
     agreement: float  # positions with the reference's next token, in per cent
+    cosine: float  # between hidden states and the reference's, the least over tokens
     closeness: float  # minus the mean KL divergence from the reference, in nats
     limit: int  # texts scored of each part; omitted: the whole sets
     group: str  # the weights that alone were rounded

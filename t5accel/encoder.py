@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from t5accel.backends import ort_memory as memory
 from t5accel.backends.ort_memory import run_into
 from t5accel.backends.ort_session import SessionSettings, open_session, require_contract
 from t5accel.checks import as_batch, as_count
-from t5accel.errors import InputError
+from t5accel.errors import GateError, InputError
 from t5accel.graphs.contract import ENCODER_ONLY, MODULES, as_folder
 from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.ort_levels import require_runnable_here
@@ -243,7 +243,10 @@ class AcceleratedEncoder:
         return np.stack(found) if found else np.empty((0, self.dims.d_model), np.float32)
 
     def as_module(self) -> torch.nn.Module:
-        """A ``torch.nn.Module`` around this encoder, such as for ``SentenceTransformer(…)[0].auto_model``."""
+        """A ``torch.nn.Module`` around this encoder.
+
+        Such as for ``SentenceTransformer(…)[0].model``, which before sentence-transformers 6 is ``auto_model``.
+        """
         import torch
 
         encoder = self
@@ -303,5 +306,59 @@ class AcceleratedEncoder:
         if more := [kind for kind in kinds if kind not in _FOLLOWED_BY]:
             raise InputError(
                 f"{self.folder} is a model of sentence-transformers whose {more[0]} embed() does not apply: open it as "
-                "SentenceTransformer(…), and set its [0].auto_model to this encoder's as_module()."
+                "SentenceTransformer(…), and set its [0].model (before version 6: auto_model) to as_module()."
             )
+
+
+def encoder_scores(exact: AcceleratedEncoder, other: AcceleratedEncoder, texts: Sequence[str]) -> dict[str, float]:
+    """How close ``other`` is to ``exact`` on these texts, each from 0 to 100.
+
+    ``"cosine"`` is 100 times the mean over tokens of the cosine between both hidden states; ``"retrieval"`` the share
+    of texts whose nearest other text, by mean-pooled cosine, is the same.
+    """
+    if len(texts) < 3:
+        raise InputError(f"texts must be at least 3, of which each has a nearest other one, got {len(texts)}.")
+    pairs = [one.embed(texts, pooling="none", normalize=True) for one in (exact, other)]
+    cosines = [(a * b).sum(axis=1) for a, b in zip(*pairs, strict=True)]
+    nearest = []
+    for encoder in (exact, other):
+        vectors = encoder.embed(texts, normalize=True)
+        likeness = vectors @ vectors.T
+        np.fill_diagonal(likeness, -np.inf)
+        nearest.append(likeness.argmax(axis=1))
+    same = float((nearest[0] == nearest[1]).mean())
+    return {"cosine": 100 * float(np.concatenate(cosines).mean()), "retrieval": 100 * same}
+
+
+def quantize_encoder(
+    model: PreTrainedModel | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    precision: Recipe | str = "int8",
+    *,
+    texts: Sequence[str],
+    max_loss: Mapping[str, float],
+    overwrite: bool = False,
+) -> dict[str, float]:
+    """Write an encoder in integers if it loses no more than ``max_loss`` of its `encoder_scores` on your own texts.
+
+    ``max_loss`` is in points, such as ``{"cosine": 0.5, "retrieval": 5}``. Returns the scores. Raises ``GateError``
+    if it loses more; nothing was written then.
+    """
+    from t5accel.graphs.encoder_export import export_encoder
+
+    if not max_loss or not set(max_loss) <= {"cosine", "retrieval"}:
+        raise InputError(f"max_loss must map cosine or retrieval to the points that may be lost, got {max_loss!r:.80}.")
+    exact, scores = AcceleratedEncoder.from_pretrained(model, progress=False), {}
+
+    def gate(written: Path) -> None:
+        scores.update(encoder_scores(exact, AcceleratedEncoder(written), texts))
+        lost = {name: 100 - scores[name] for name in max_loss}
+        over = [name for name, loss in lost.items() if not loss <= max_loss[name]]  # NaN is a loss, too
+        if over:
+            said = ", ".join(f"{name} {lost[name]:.3g} (allowed {max_loss[name]:g})" for name in over)
+            raise GateError(f"In {precision} the encoder lost {said}. Nothing was written.")
+
+    export_encoder(model, folder, precision=precision, overwrite=overwrite, gate=(gate, max_loss))
+    if not scores:  # the same export was there already
+        gate(as_folder(folder))
+    return scores

@@ -101,8 +101,7 @@ class OrtNumpy:
             as_count(max_source_tokens, "max_source_tokens", at_least=1)
         self.max_source_tokens = max_source_tokens
         self.manifest = read_manifest(self.folder, verify=verify) if manifest is None else manifest
-        if self.manifest.is_encoder_only:
-            raise InputError(f"{self.folder} is the export of an encoder alone: give it to AcceleratedEncoder.")
+        self.manifest.require_whole_model(self.folder)
         require_runnable_here(self.manifest, self.folder, self.settings.device)
         spec = ModelSpec.of_manifest(self.manifest)
         spec.describe(self)

@@ -127,6 +127,7 @@ def plan(manifest: Manifest, sizes: Sizes | None = None) -> Plan:
     recipe = manifest.recipe
     if recipe_from_json(recipe).integers:
         raise InputError(f"The export must be in fp32 or fp16, got {recipe['name']}.")
+    manifest.require_whole_model("the export")
     if manifest.optimized:
         raise InputError("The export was optimised for ONNX Runtime. Give the one that it was made from.")
     graphs = {name: _graph_plan(manifest.graphs[name], sizes) for name in (ENCODER, DECODER)}

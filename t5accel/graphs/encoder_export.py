@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -163,6 +163,7 @@ def export_encoder(
     overwrite: bool = False,
     progress: bool = False,
     check_outputs: bool = True,
+    gate: tuple[Callable[[Path], None], Mapping[str, float]] | None = None,
 ) -> Manifest:
     """Write ``encoder_only.onnx``, its weights, and what `AcceleratedEncoder` needs beside them.
 
@@ -174,6 +175,7 @@ def export_encoder(
         precision: fp32, int8, int4, or a `Recipe` without "dynamic" schemes, by which texts would depend on each other.
         check_outputs: compare the fp32 graph with transformers' own encoder on a small batch; of files, the first
             layers, 0.3 GB of them, as the others are built in the same way.
+        gate: may refuse the finished folder by an exception, and the losses that it allows (`quantize_encoder`).
 
     Raises:
         ExportError: the folder is taken or not writable, or the outputs differ; nothing is left of the attempt.
@@ -204,16 +206,17 @@ def export_encoder(
         if tokenizer is not None:
             save_tokenizer(tokenizer, partial)
 
+    limits = {"max_loss": dict(gate[1])} if gate else {}
     manifest = Manifest(
         source={"name": source.name, "sha256": source.sha256},
         dims=source.weights.dims,
         tokens=source.spec.tokens,
-        recipe=FP32 if recipe.name == "fp32" else {**recipe.to_json(), "gated": False, "gate": {}},
+        recipe=FP32 if recipe.name == "fp32" else {**recipe.to_json(), "gated": bool(gate), "gate": limits},
         opset=OPSET,
         versions=machine.versions(),
         family=source.family,
     )
-    plan = ExportPlan(manifest, {ENCODER_ONLY: graph}, 0, add_files)
+    plan = ExportPlan(manifest, {ENCODER_ONLY: graph}, 0, add_files, check=gate and gate[0])
     return write_export(target, plan, overwrite=overwrite, progress=progress)
 
 

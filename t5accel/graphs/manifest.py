@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from t5accel.checks import check_file, read_json_object
-from t5accel.errors import ExportError
+from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import (
     DECODER,
     ENCODER,
@@ -80,6 +80,11 @@ class Manifest:
     def is_encoder_only(self) -> bool:
         """Whether this is an encoder without a decoder, `BackendEncoder`'s."""
         return not self.dims.decoder_layers
+
+    def require_whole_model(self, folder: str | os.PathLike[str]) -> None:
+        """Raise ``InputError`` for the export of an encoder alone."""
+        if self.is_encoder_only:
+            raise InputError(f"{folder} is the export of an encoder alone: give it to AcceleratedEncoder.")
 
     @property
     def size_bytes(self) -> int:

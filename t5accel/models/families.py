@@ -219,7 +219,7 @@ def no_head(what: str, config: Any) -> str:
     """An error's sentence for a model without a language-model head, with the class to give instead."""
     kind = config.model_type
     able = BEYOND_T5[kind].model_class if kind in BEYOND_T5 else f"{CLASS_PREFIXES[kind]}ForConditionalGeneration"
-    return f"{what} cannot generate text: give a {able}."
+    return f"{what} cannot generate text: give a {able}, or open its encoder as AcceleratedEncoder."
 
 
 def _architecture(config: Any) -> str:

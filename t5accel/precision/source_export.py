@@ -37,8 +37,7 @@ class Fp32Export:
         if manifest.optimized or manifest.recipe["name"] != "fp32":
             state = "optimised" if manifest.optimized else f"in {manifest.recipe['name']}"
             raise InputError(f"{folder} is {state} already: give the export in fp32 that it was made from.")
-        if manifest.is_encoder_only:
-            raise InputError(f"{folder} is the export of an encoder alone: give export_encoder() the model.")
+        manifest.require_whole_model(folder)
         return cls(folder, manifest)
 
     def graphs(self, *, step: bool = False) -> dict[str, GraphBuilder]:

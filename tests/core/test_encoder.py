@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from t5accel import AcceleratedEncoder, accelerate
 from t5accel.api import open_backend
-from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
+from t5accel.encoder import quantize_encoder
+from t5accel.errors import ExportError, GateError, InputError, ModelUnavailableError, NotT5Error
 from t5accel.graphs import encoder_export
 from t5accel.graphs.encoder_export import EncoderSource, export_encoder
 from t5accel.graphs.manifest import read_manifest
@@ -283,3 +284,15 @@ def test_a_token_of_zeros_and_large_numbers_stay_finite_in_8_bits(tmp_path):
         model.shared.weight[6] = 1e30
     export_encoder(model, tmp_path / "int8", precision="int8", check_outputs=False)
     assert np.isfinite(AcceleratedEncoder(tmp_path / "int8").encode(np.array([[5, 5, 6, 7]]))).all()
+
+
+def test_a_gate_refuses_what_loses_too_much_and_writes_nothing(tmp_path):
+    scores = quantize_encoder("mini", tmp_path / "int8", texts=TEXTS, max_loss={"cosine": 0.1, "retrieval": 0})
+    assert 99.9 < scores["cosine"] < 100 and scores["retrieval"] == 100
+    assert read_manifest(tmp_path / "int8").recipe["gate"] == {"max_loss": {"cosine": 0.1, "retrieval": 0}}
+    with pytest.raises(GateError, match="cosine .* \\(allowed 0.1\\)"):
+        quantize_encoder("mini", tmp_path / "int4", "int4", texts=TEXTS, max_loss={"cosine": 0.1})
+    assert not (tmp_path / "int4").exists()
+    for wrong in (dict(max_loss={"bleu": 1}), dict(max_loss={}), dict(max_loss={"cosine": 1}, texts=["one"])):
+        with pytest.raises(InputError, match="must"):
+            quantize_encoder("mini", tmp_path / "out", **dict(texts=TEXTS) | wrong)

@@ -49,6 +49,17 @@ def snippets(tmp_path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.once
+def test_the_page_about_encoders_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs/encoders.md").read_text(encoding="utf-8")
+    code = "".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("(2, 256)") and "'retrieval': 100.0" in done.stdout
+
+
 def checked(command: list[str], folder: Path) -> None:
     pytest.importorskip(command[0])
     environment = os.environ | {"MYPYPATH": str(ROOT)}

@@ -1,0 +1,142 @@
+"""Run one encoder in its own environment, asked line by line on standard input.
+
+It imports nothing of t5accel unless the encoder is ours. First it answers ``{"versions", "base"}``; then each
+``{"ids": "FILE.npy", "out": "FILE.npy" or null}`` with ``{"peak"}``, or with ``{"error"}``. Memory is in bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Encode = Callable[[np.ndarray], Any]  # (B, S) ids, all of them real, to (B, S, d_model)
+
+
+def _torch(dtype: str) -> Callable[[Path, Path, int], Encode]:
+    def load(folder: Path, scratch: Path, threads: int) -> Encode:
+        import torch
+        from transformers import T5EncoderModel
+
+        torch.set_num_threads(threads)
+        model = T5EncoderModel.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        return _called(model)
+
+    return load
+
+
+def _dynamic_int8(folder: Path, scratch: Path, threads: int) -> Encode:
+    import torch
+    from transformers import T5EncoderModel
+
+    torch.set_num_threads(threads)
+    model = T5EncoderModel.from_pretrained(folder, dtype=torch.float32).eval()
+    return _called(torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8))
+
+
+def _called(model: Any) -> Encode:
+    """A model of transformers or optimum."""
+    import torch
+
+    def encode(ids: np.ndarray) -> np.ndarray:
+        tensor = torch.from_numpy(ids)
+        with torch.inference_mode():
+            states = model(input_ids=tensor, attention_mask=torch.ones_like(tensor)).last_hidden_state
+        return states.float().numpy()
+
+    return encode
+
+
+def _optimum(folder: Path, scratch: Path, threads: int) -> Encode:
+    import onnxruntime
+    from optimum.onnxruntime import ORTModelForFeatureExtraction
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    if not (scratch / "config.json").exists():
+        ORTModelForFeatureExtraction.from_pretrained(folder, export=True).save_pretrained(scratch)
+    return _called(ORTModelForFeatureExtraction.from_pretrained(scratch, session_options=options))
+
+
+def _openvino(bits: int) -> Callable[[Path, Path, int], Encode]:
+    def load(folder: Path, scratch: Path, threads: int) -> Encode:
+        from optimum.intel import OVModelForFeatureExtraction
+
+        # By itself it would compute in bf16 where it can.
+        config = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": str(threads)}
+        config |= {"PERFORMANCE_HINT": "LATENCY"}
+        if not (scratch / "config.json").exists():
+            options = dict(export=True, compile=False, load_in_8bit=bits == 8)
+            OVModelForFeatureExtraction.from_pretrained(folder, **options).save_pretrained(scratch)
+        return _called(OVModelForFeatureExtraction.from_pretrained(scratch, ov_config=config))
+
+    return load
+
+
+def _ours(precision: str) -> Callable[[Path, Path, int], Encode]:
+    def load(folder: Path, scratch: Path, threads: int) -> Encode:
+        from t5accel.encoder import AcceleratedEncoder
+
+        if not scratch.exists():
+            from t5accel.graphs.encoder_export import export_encoder
+
+            export_encoder(folder, scratch, precision=precision)
+        return AcceleratedEncoder(scratch, threads=threads).encode
+
+    return load
+
+
+ENCODERS = {
+    "torch": _torch("float32"), "torch-bf16": _torch("bfloat16"), "torch-int8": _dynamic_int8, "optimum": _optimum,
+    "openvino": _openvino(32), "openvino-int8": _openvino(8),
+    "ours": _ours("fp32"), "ours-int8": _ours("int8"), "ours-int4": _ours("int4"),
+}  # fmt: skip
+PACKAGES = ("torch", "transformers", "onnxruntime", "optimum-onnx", "optimum-intel", "openvino", "nncf")
+
+
+def _memory(name: str) -> int:
+    """``VmHWM``, the peak, or ``VmRSS`` of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def main() -> None:
+    """Load one encoder, then answer line by line until standard input ends."""
+    parser = argparse.ArgumentParser(description="Run one encoder in its own environment.")
+    parser.add_argument("encoder", choices=ENCODERS)
+    parser.add_argument("model", type=Path, help="a folder that T5EncoderModel's save_pretrained wrote")
+    parser.add_argument("--scratch", type=Path, required=True, help="for the model in the encoder's own form")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--convert", action="store_true", help="write the encoder's own form, and end")
+    args = parser.parse_args()
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print, too
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    from importlib import metadata
+
+    encode = ENCODERS[args.encoder](args.model, args.scratch, args.threads)
+    if args.convert:
+        return
+    installed = {name for name in PACKAGES if any(metadata.distributions(name=name))}
+    say({"versions": {name: metadata.version(name) for name in sorted(installed)}, "peak": _memory("VmHWM")})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            states = encode(np.load(asked["ids"]))
+            if asked["out"]:
+                np.save(asked["out"], states)
+            say({"peak": _memory("VmHWM")})
+        except Exception:
+            say({"error": traceback.format_exc()})
+
+
+if __name__ == "__main__":
+    main()
