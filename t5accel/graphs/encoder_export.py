@@ -57,7 +57,7 @@ from t5accel.models.load import (
 )
 from t5accel.models.sizes import CLASS_PREFIXES, T5Dims
 from t5accel.models.spec import ModelSpec
-from t5accel.models.stored_weights import stored_weights
+from t5accel.models.stored_weights import read_weights
 from t5accel.parity import ParityError, assert_close
 from t5accel.precision.integers import IntegerRewriter
 from t5accel.precision.recipes import Recipe, as_encoder_recipe
@@ -106,7 +106,7 @@ class EncoderSource:
         if not family_of(config, label).is_relative or getattr(config, "layer_widths", None):
             loaded, tokenizer = load_model(label)
             return replace(cls._of_object(loaded, label), tokenizer=tokenizer, folder=folder)
-        arrays = dict(stored_weights(folder, lambda key: key.startswith("encoder.") or key in EMBEDDINGS))
+        arrays = dict(read_weights(folder, lambda key: key.startswith("encoder.") or key in EMBEDDINGS))
         if not arrays:
             raise ModelUnavailableError(f"{label} holds no weights for PyTorch, in safetensors or pytorch_model.bin.")
         return cls(label, config, _t5_weights(config, arrays, label), {}, load_tokenizer(folder), folder=folder)

@@ -49,7 +49,7 @@ class StoredArray:
         return replace(self, shape=self.shape[::-1], read=lambda: self.read().T)
 
 
-def stored_weights(folder: Path, wanted: Callable[[str], bool]) -> dict[str, np.ndarray | StoredArray]:
+def read_weights(folder: Path, wanted: Callable[[str], bool]) -> dict[str, np.ndarray | StoredArray]:
     """The weights of a folder's files whose names are ``wanted``, as float32; large ones are `StoredArray`.
 
     Reads ``model.safetensors`` and ``pytorch_model.bin``, whole or in shards. Raises ``ModelUnavailableError`` for a
