@@ -47,6 +47,7 @@ from t5accel.models.families import family_of, family_of_model
 from t5accel.models.load import (
     BUNDLED,
     data_folder,
+    has_weights,
     hub_id,
     hub_resolves,
     hub_snapshot,
@@ -343,6 +344,8 @@ def _folder_of_files(name: str) -> Path | None:
         if not name.startswith("random:"):
             load_model(name)  # refuses it, and says which names there are
         return None
+    if (there := hub_snapshot(name)) is not None and has_weights(there):
+        return there
     if hub_resolves():
         from huggingface_hub import constants, snapshot_download
 
