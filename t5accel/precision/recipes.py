@@ -210,8 +210,8 @@ RECIPES = {
         Recipe("int4", encoder=_DYNAMIC, decoder=_INT4, head=_INT4_HEAD, embedding=_INT4_HEAD),
     )
 }
-# Of an encoder alone, many tokens at once: integers multiply twice as fast as floats, where MatMulNBits' do not. In 7 bits
-# of weights no x86 processor saturates; that costs a hundredth of a point of cosine on the bundled model.
+# Of an encoder alone, many tokens at once: integers multiply twice as fast as floats, where MatMulNBits' do not. With
+# weights in 7 bits no x86 processor saturates; that costs a hundredth of a point of cosine on the bundled model.
 ENCODER_RECIPES = {
     recipe.name: recipe
     for recipe in (
