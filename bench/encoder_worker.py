@@ -54,27 +54,47 @@ def _called(model: Any) -> Encode:
 
 
 def _optimum(folder: Path, scratch: Path, threads: int) -> Encode:
+    """By the configuration with which optimum exports the text encoders of diffusion pipelines; it takes no mask."""
     import onnxruntime
-    from optimum.onnxruntime import ORTModelForFeatureExtraction
 
+    if not (scratch / "model.onnx").exists():
+        from optimum.exporters.onnx import export
+        from optimum.exporters.onnx.model_configs import T5EncoderOnnxConfig
+        from transformers import T5EncoderModel
+
+        model = T5EncoderModel.from_pretrained(folder).eval()
+        scratch.mkdir(exist_ok=True)
+        export(model, T5EncoderOnnxConfig(model.config, task="feature-extraction"), scratch / "model.onnx")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    if not (scratch / "config.json").exists():
-        ORTModelForFeatureExtraction.from_pretrained(folder, export=True).save_pretrained(scratch)
-    return _called(ORTModelForFeatureExtraction.from_pretrained(scratch, session_options=options))
+    session = onnxruntime.InferenceSession(scratch / "model.onnx", options, providers=["CPUExecutionProvider"])
+    name, kind = session.get_inputs()[0].name, np.int32 if "int32" in session.get_inputs()[0].type else np.int64
+    return lambda ids: session.run(["last_hidden_state"], {name: ids.astype(kind)})[0]
 
 
 def _openvino(bits: int) -> Callable[[Path, Path, int], Encode]:
     def load(folder: Path, scratch: Path, threads: int) -> Encode:
-        from optimum.intel import OVModelForFeatureExtraction
+        import openvino
+        import torch
 
+        scratch.mkdir(exist_ok=True)
+        if not (scratch / "model.xml").exists():
+            from optimum.exporters.openvino.convert import export
+            from optimum.exporters.openvino.model_configs import T5EncoderOpenVINOConfig
+            from transformers import T5EncoderModel
+
+            model = T5EncoderModel.from_pretrained(folder, dtype=torch.float32).eval()
+            export(model, T5EncoderOpenVINOConfig(model.config, task="feature-extraction"), scratch / "model.xml")
+            if bits == 8:
+                import nncf
+
+                graph = nncf.compress_weights(openvino.Core().read_model(scratch / "model.xml"))
+                openvino.save_model(graph, scratch / "int8.xml", compress_to_fp16=False)
         # By itself it would compute in bf16 where it can.
         config = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": str(threads)}
         config |= {"PERFORMANCE_HINT": "LATENCY"}
-        if not (scratch / "config.json").exists():
-            options = dict(export=True, compile=False, load_in_8bit=bits == 8)
-            OVModelForFeatureExtraction.from_pretrained(folder, **options).save_pretrained(scratch)
-        return _called(OVModelForFeatureExtraction.from_pretrained(scratch, ov_config=config))
+        model = openvino.compile_model(scratch / ("int8.xml" if bits == 8 else "model.xml"), "CPU", config)
+        return lambda ids: model({"input_ids": ids})[0]
 
     return load
 
