@@ -121,15 +121,16 @@ def t5_step() -> Figure:
 
 
 def course_map(parts: Mapping[str, tuple[float, float, str]]) -> Figure:
-    """For each part of a generation a bar of ms, a mark at the least ms, and the notebooks that attack it."""
+    """For each part of a generation a bar of ms, a mark at the least ms if any, and the notebooks that attack it."""
     figure = blank_figure(9.5, 0.9 + 0.55 * len(parts))
     axes = figure.subplots()
     longest = max(ms for ms, _, _ in parts.values())
     for place, (ms, least, notebooks) in enumerate(parts.values()):
         axes.barh(place, ms, color="#2a6f97", height=0.6, label=None if place else "measured")
-        mark = [place - 0.38, place + 0.38]
-        axes.plot([least, least], mark, color="#e09f3e", lw=4, label=None if place else "least time")
         axes.text(max(ms, least) + longest / 60, place, notebooks, va="center", fontsize=11)
+    marks = {place: least for place, (_, least, _) in enumerate(parts.values()) if least}  # some parts read no weights
+    low, high = ([place + half for place in marks] for half in (-0.38, 0.38))
+    axes.vlines([*marks.values()], low, high, color="#e09f3e", lw=4, label="least time")
     axes.set_yticks(range(len(parts)), list(parts), fontsize=11)
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.75)
@@ -271,7 +272,7 @@ def handed_over(sizes: Mapping[str, int]) -> Figure:
             axes.annotate("", (end, y), (start, y), arrowprops={**style, "lw": 1 + max(0, np.log10(size / 1e3))})
             axes.text(1.9, y + 0.18, label, fontsize=10.5, ha="center")
         axes.set(xlim=(-0.05, 4.55), ylim=(-0.1, 6.2))
-        axes.set_title("bound: what stays is named once" if bound else "fed: everything, in every step", loc="left")
+        axes.set_title("bound: tensors that stay, once" if bound else "fed: everything, in every step", loc="left")
         axes.axis("off")
     return figure
 
@@ -399,7 +400,7 @@ def gantt(panels: Mapping[str, Sequence[tuple[int, int, int, int]]]) -> Figure:
                 axes.barh(place, end - start, left=start, color=colour, height=0.72, label=label)
         mean = sum(marks[-1] - marks[0] for marks in spans) / len(spans)
         last = max(marks[-1] for marks in spans)
-        axes.set_title(f"{title}: {last} steps, {mean:.1f} from a request to its answer", fontsize=11, loc="left")
+        axes.set_title(f"{title}: {last} steps, an answer after {mean:.1f} on average", fontsize=11, loc="left")
         axes.set_yticks(range(len(spans)), [str(place) for place in range(len(spans))])
         axes.set_ylim(len(spans) - 0.4, -0.6)
         axes.set_ylabel("request", fontsize=11)

@@ -225,7 +225,7 @@ def layout_backend(
 ) -> RowBackend | OrtNumpy:
     """Export a model to a new folder in a layout of notebook 02, the weights beside the graphs, and open it."""
     if layout == "two graphs":
-        export_model(model, folder, external_threshold_bytes=0)
+        export_model(model, folder, external_threshold_bytes=0, check_logits=False)  # as the other layouts
         return OrtNumpy(folder, settings=settings)
     kind = {"whole": WholeGraph, "three graphs": ThreeGraphs, "merged": MergedGraphs}[layout]
     export_layout(model, folder, kind.layout, external_threshold_bytes=0)
