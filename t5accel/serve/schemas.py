@@ -45,10 +45,10 @@ class _Asked(BaseModel):
         for name, value in given.items():
             if name not in cls.model_fields:
                 name = name[:80]
-                raise _unsupported(name, f"{name} is not supported: leave it out.")
+                raise unsupported(name, f"{name} is not supported: leave it out.")
             if value is not None and name in cls.neutral and value != (only := cls.neutral[name]):
                 allowed = "null" if only is None else f"{json.dumps(only)} or null"
-                raise _unsupported(name, f"{name} must be {allowed}, got {json.dumps(value)[:40]}. Leave it out.")
+                raise unsupported(name, f"{name} must be {allowed}, got {json.dumps(value)[:40]}. Leave it out.")
             if isinstance(value, list) and not all(isinstance(item, str) for item in value):
                 message = f"{name} must be a text or a list of texts, got other items. Token ids are not supported."
                 raise HTTPError(422, message, param=name)
@@ -56,7 +56,8 @@ class _Asked(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
-def _unsupported(name: str, message: str) -> HTTPError:
+def unsupported(name: str, message: str) -> HTTPError:
+    """The refusal of a field, or of its value."""
     return HTTPError(400, message, param=name, code="unsupported_parameter")
 
 
@@ -191,7 +192,7 @@ class Completion(_Common):
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options given without stream.")
         if self.best_of not in (None, self.n):
-            raise _unsupported("best_of", f"best_of must be n, {self.n}, or null, got {self.best_of}. Leave it out.")
+            raise unsupported("best_of", f"best_of must be n, {self.n}, or null, got {self.best_of}. Leave it out.")
         drawn = bool(self.temperature)
         if not drawn and (self.top_p not in (None, 1) or self.n != 1):
             raise InputError("top_p and n need a temperature above 0: without one the likeliest tokens are taken.")
@@ -201,6 +202,21 @@ class Completion(_Common):
         return Generate(
             text=self.prompt, max_new_tokens=self.max_tokens, do_sample=drawn, num_return_sequences=self.n, **common
         )
+
+
+class Embeddings(_Asked):
+    """Embed one or several texts, for OpenAI's clients."""
+
+    model: str
+    input: str | list[str] = Field(description="One text, or a list of them.")
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="A list of numbers, or the bytes of float32, little-endian, in base64."
+    )
+    dimensions: int | None = Field(None, description="Only the number that the model has.")
+    user: str | None = Field(None, description="Ignored.")
+    deadline_s: float | None = Field(
+        None, gt=0, lt=1e9, description="Not one of OpenAI's. Seconds within which all must be done, else status 504."
+    )
 
 
 class Timings(BaseModel):
@@ -267,6 +283,30 @@ class CompletionResponse(BaseModel):
     model: str
     choices: list[Choice]
     usage: Usage | None = None
+
+
+class Embedding(BaseModel):
+    """The embedding of one text."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="In the asked encoding_format.")
+
+
+class EmbeddingsUsage(BaseModel):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(BaseModel):
+    """The response of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
 
 
 class ModelCard(BaseModel):

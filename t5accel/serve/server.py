@@ -21,15 +21,17 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from t5accel.api import open_backend
+from t5accel.encoder import AcceleratedEncoder
 from t5accel.errors import InputError
 from t5accel.machine import cpu_threads
 from t5accel.models.load import require_tokenizer
 from t5accel.precision.recipes import as_recipe
+from t5accel.serve import embeddings
 from t5accel.serve.app import make_app
 from t5accel.serve.limits import needs_unbatched_encoding
 from t5accel.serve.middleware import HEALTH, HTTPError, error_response
 from t5accel.serve.monitoring import RateLimit, configure, log, open_log
-from t5accel.serve.settings import Settings, is_loopback, refuse_misspelt
+from t5accel.serve.settings import EMBED_PRECISIONS, OF_TASK, Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; others stay in our memory
 RESERVE = 32  # connections beyond the limit, which get answers about health alone
@@ -239,6 +241,27 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
                 "--allow-unauthenticated to serve everybody."
             )
         log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
+    for task, names in OF_TASK.items():
+        for name in names if task != settings.task else ():
+            if getattr(settings, name) != Settings.model_fields[name].default:
+                raise InputError(f"{name} is for task {task}, and the task is {settings.task}. Leave it out.")
+    (_check_embedding if settings.task == "embed" else _check_generation)(settings)
+    cores = cpu_threads()
+    if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
+        raise InputError(
+            f"threads must be at most {THREADS_PER_CORE * cores}, {THREADS_PER_CORE} for each core of this process, "
+            f"got {settings.threads}. Leave --threads out to use all cores."
+        )
+    _allow_files(settings.connections)
+
+
+def _check_embedding(settings: Settings) -> None:
+    if settings.precision not in (None, *EMBED_PRECISIONS):
+        allowed = ", ".join(EMBED_PRECISIONS)
+        raise InputError(f"precision must be one of {allowed} with task embed, got {settings.precision!r:.80}.")
+
+
+def _check_generation(settings: Settings) -> None:
     recipe = as_recipe(settings.precision or "fp32")
     needs_unbatched_encoding(recipe)
     if settings.device == "cuda":
@@ -250,13 +273,6 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
             raise InputError(f"engine must be local on cuda, got {settings.engine!r}. Leave --engine out.")
         if "encoder_cache_mb" in settings.model_fields_set:
             raise InputError("encoder_cache_mb is for device cpu: on cuda sources are encoded anew. Leave it out.")
-    cores = cpu_threads()
-    if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
-        raise InputError(
-            f"threads must be at most {THREADS_PER_CORE * cores}, {THREADS_PER_CORE} for each core of this process, "
-            f"got {settings.threads}. Leave --threads out to use all cores."
-        )
-    _allow_files(settings.connections)
 
 
 def _allow_files(connections: int) -> None:
@@ -320,16 +336,21 @@ def create_app(settings: Settings) -> FastAPI:
     """
     require_tokenizer(settings.model)
     log.info("opening %s", settings.public_name)
-    backend, tokenizer, what = open_backend(
-        settings.model,
+    options = dict(
         precision=settings.precision,
         device=settings.device,
         threads=settings.threads,
         progress=settings.log_format == "text",
     )
-    if tokenizer is None:
-        raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
-    app = make_app(backend, tokenizer, settings)
+    if settings.task == "embed":
+        most = settings.max_source_tokens
+        encoder = AcceleratedEncoder.from_pretrained(settings.model, max_source_tokens=most, **options)
+        app, what = embeddings.make_app(encoder, settings), f"its encoder in {encoder.precision}"
+    else:
+        backend, tokenizer, what = open_backend(settings.model, **options)
+        if tokenizer is None:
+            raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
+        app = make_app(backend, tokenizer, settings)
     sys.setswitchinterval(SWITCH_S)
     log.info("%s by %s, %s", settings.model, what, app.state.service.scheduler.static_reason or "running batches")
     return app
