@@ -185,7 +185,7 @@ class AcceleratedEncoder:
 
     def encode(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
         """Hidden states (B, S, d_model) float32 of token ids (B, S); without a mask every position counts."""
-        return self._states(*self._checked(input_ids, attention_mask))
+        return self._states(*self.checked(input_ids, attention_mask))
 
     def __call__(
         self, input_ids: Any = None, attention_mask: Any = None, return_dict: bool | None = None, **options: Any
@@ -202,7 +202,7 @@ class AcceleratedEncoder:
                 raise InputError(f"{name} is not supported here: leave it out, or use transformers' own encoder.")
         if input_ids is None:
             raise InputError("input_ids must be token ids (B, S), got None.")
-        ids, mask = self._checked(input_ids, attention_mask)
+        ids, mask = self.checked(input_ids, attention_mask)
         hidden = torch.from_numpy(self._numpy(ids, mask)) if self._module is None else self._torch(ids, mask)
         hidden = hidden.to(getattr(input_ids, "device", "cpu"))
         return (hidden,) if return_dict is False else BaseModelOutput(last_hidden_state=hidden)
@@ -239,7 +239,7 @@ class AcceleratedEncoder:
         self, input_ids: Any, attention_mask: Any = None, pooling: str = "mean", normalize: bool = False
     ) -> list[np.ndarray]:
         """Embeddings of token ids (B, S), pooled as by `embed`."""
-        ids, mask = self._checked(input_ids, attention_mask)
+        ids, mask = self.checked(input_ids, attention_mask)
         found = []
         for states, real in zip(self._states(ids, mask), mask.astype(bool), strict=True):
             vector = states[real]
@@ -276,7 +276,8 @@ class AcceleratedEncoder:
             if row is not None:
                 rows.append(row)
 
-    def _checked(self, input_ids: Any, attention_mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    def checked(self, input_ids: Any, attention_mask: Any = None) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and mask (B, S) int64; ``InputError`` where the encoder does not take them."""
         given = [one.cpu() if hasattr(one, "cpu") else one for one in (input_ids, attention_mask)]
         mask = np.ones(np.shape(given[0]), np.int64) if given[1] is None else given[1]
         ids, mask = as_batch(given[0], mask, vocab_size=self.source_vocab_size)

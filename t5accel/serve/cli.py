@@ -36,13 +36,6 @@ class Engine(StrEnum):
     ray = "ray"
 
 
-class Pooling(StrEnum):
-    """What of a text's hidden states is its embedding."""
-
-    mean = "mean"
-    first = "first"
-
-
 def _local_without_address(engine: Engine | None, address: str | None) -> None:
     if address is not None and engine != Engine.ray:
         raise InputError(f"--address {address} is for Ray, and the engine is local. Give --engine ray.")
@@ -209,7 +202,7 @@ def embed(
         EncoderPrecision | None,
         typer.Option(help="The precision to run in; auto: bf16 where it is faster. Default: fp32; an export's own."),
     ] = None,
-    pooling: Annotated[Pooling, typer.Option(help="Of the hidden states of a text's tokens.")] = Pooling.mean,
+    pooling: Annotated[str, typer.Option(help="mean of a text's tokens, or first.")] = "mean",
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale embeddings to length 1.")] = False,
     prefix: Annotated[str, typer.Option(help="Put this before every text: 'query: '.")] = "",
     threads: ThreadsOption = None,
@@ -227,7 +220,7 @@ def embed(
     encoder = AcceleratedEncoder.from_pretrained(
         model, precision=precision and precision.value, threads=threads, max_source_tokens=max_source_tokens
     )
-    options = dict(column=column, prefix=prefix, pooling=pooling.value, normalize=normalize, batch_tokens=batch_tokens)
+    options = dict(column=column, prefix=prefix, pooling=pooling, normalize=normalize, batch_tokens=batch_tokens)
     with kept(f"{out} was not written."):
         rows = embed_file(given, out, encoder, progress=True, **options)
     typer.echo(f"{out}: {rows} rows of {encoder.dims.d_model} numbers, {encoder.precision}")

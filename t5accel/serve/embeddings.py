@@ -1,186 +1,215 @@
 """A server of embeddings: texts of similar length are computed together."""
 
+# The queue is the event loop's own, so it needs no lock; one thread beside it computes one batch after the other.
+
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, Field
 
-from t5accel.checks import check_vocabulary
 from t5accel.encoder import AcceleratedEncoder
-from t5accel.errors import EngineError
-from t5accel.serve import schemas
+from t5accel.errors import DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serve.app import add_get_routes, empty_app, post, require_model
 from t5accel.serve.batch.generate import padded
-from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.middleware import HTTPError
 from t5accel.serve.monitoring import log
-from t5accel.serve.request import RequestHandle
-from t5accel.serve.request_queue import ENDS, Observe, RequestQueue, engine_error
-from t5accel.serve.service import CHARACTERS, TextService
+from t5accel.serve.schemas import Asked, unsupported
+from t5accel.serve.service import CHARACTERS, TextService, disconnected
 from t5accel.serve.settings import Settings
 from t5accel.tokenization import tokenize
 
-SIMILAR = 2.0  # times that the longest text of a batch may be as long as the shortest
+SIMILAR = 2  # times that the longest text of a batch may be as long as the shortest
 SHORT = 16  # tokens: shorter texts count as so long
+LONGEST_RETRY_S = 120
 
 
-@dataclass(frozen=True)
-class EmbeddingRequest:
-    """One text's tokens."""
+class Embeddings(Asked):
+    """Embed one or several texts, for OpenAI's clients."""
 
-    input_ids: np.ndarray  # (S,) without padding
-    deadline_s: float | None = None
+    model: str
+    input: str | list[str] = Field(description="One text, or a list of them.")
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="A list of numbers, or the bytes of float32, little-endian, in base64."
+    )
+    dimensions: int | None = Field(None, description="Only the number that the model has.")
+    user: str | None = Field(None, description="Ignored.")
+    deadline_s: float | None = Field(
+        None, gt=0, lt=1e9, description="Not one of OpenAI's. Seconds within which all must be done, else status 504."
+    )
 
-    @property
-    def most_tokens(self) -> int:
-        """The work."""
-        return len(self.input_ids)
+
+class Embedding(BaseModel):
+    """The embedding of one text."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="In the asked encoding_format.")
 
 
-class EmbeddingScheduler(RequestQueue):
-    """Embeds texts from any thread on one encoder; results are those of each text alone, but for last bits.
+class EmbeddingsUsage(BaseModel):
+    """Tokens of all texts."""
 
-    ``observe``, ``notify`` and ``thread`` are those of `scheduler.Scheduler`.
+    prompt_tokens: int
+    total_tokens: int
 
-    >>> encoder = AcceleratedEncoder.from_pretrained("mini", progress=False)
-    >>> with EmbeddingScheduler(encoder, Settings()) as scheduler:
-    ...     (handle,) = scheduler.submit_all([EmbeddingRequest(np.array([5, 1]))])
-    ...     handle.result()[0].shape
-    (256,)
-    """
 
-    static_reason = "batches of texts of similar length"
+class EmbeddingsResponse(BaseModel):
+    """The response of /v1/embeddings."""
 
-    def __init__(
-        self,
-        encoder: AcceleratedEncoder,
-        settings: Settings,
-        *,
-        observe: Observe = lambda name, value: None,
-        notify: Callable[[Sequence[RequestHandle]], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        thread: bool = True,
-    ):
-        queued_tokens = settings.max_queued_tokens or settings.max_queue * settings.max_source_tokens
-        limits = SchedulerLimits(queue=settings.max_queue, queued_tokens=queued_tokens)
-        super().__init__(encoder, limits, observe, notify, clock)
-        self._batch_tokens = settings.batch_tokens
-        self._embed = partial(encoder.embed_ids, pooling=settings.pooling, normalize=settings.normalize)
-        if thread:
-            self._start()
-
-    def require_place(self, texts: int, tokens: int) -> None:
-        """Raise as `submit_all` does for so many texts of so many tokens together."""
-        self._require_place(texts, tokens)
-
-    def submit_all(self, requests: Sequence[EmbeddingRequest]) -> list[RequestHandle]:
-        """Queue all requests or none.
-
-        ``InputError``: all together exceed the queue. ``QueueFullError`` says when to retry. ``ShuttingDownError``: no
-        more requests are accepted.
-        """
-        with self._changed:
-            self._require_place(len(requests), sum(request.most_tokens for request in requests))
-            handles = [self._handle(request) for request in requests]
-            self._queue += [((handle.submitted_s, handle.number), handle) for handle in handles]
-            self._changed.notify_all()
-        return handles
-
-    def _advance(self) -> None:
-        chosen, now = self._choose(), self._clock()
-        self._running = dict.fromkeys(chosen)
-        for handle in chosen:
-            handle.joined_s = now
-            self._observe("queue_s", now - handle.submitted_s)
-        if chosen:
-            self._compute(chosen)
-
-    def _choose(self) -> list[RequestHandle]:
-        # The oldest text goes first, so that none waits for ever; beside it those that are padded little.
-        chosen: list[RequestHandle] = []
-        with self._changed:
-            lengths = {handle: len(handle.request.input_ids) for _, handle in self._queue}
-            first = next(iter(lengths.values()), 0)
-            shortest = longest = first
-            for handle in sorted(lengths, key=lambda handle: abs(lengths[handle] - first)):
-                shortest, longest = min(shortest, lengths[handle]), max(longest, lengths[handle])
-                is_padded = longest > SIMILAR * max(shortest, SHORT)
-                if chosen and (is_padded or (len(chosen) + 1) * longest > self._batch_tokens):
-                    break
-                chosen.append(handle)
-                del lengths[handle]
-            self._queue = [entry for entry in self._queue if entry[1] in lengths]
-        return chosen
-
-    def _compute(self, handles: list[RequestHandle]) -> None:
-        sources = [handle.request.input_ids for handle in handles]
-        try:
-            vectors = self._embed(*padded(sources, self.backend.pad_token_id))
-        except ENDS:
-            raise
-        except BaseException as error:
-            self.failures += 1
-            if len(handles) == 1:
-                self._fail(handles[0], engine_error(error))
-                return
-            for handle in handles:  # perhaps one of them is to blame
-                self._compute([handle])
-            return
-        now = self._clock()
-        self.encoded += len(handles)
-        self._observe("tokens", sum(map(len, sources)))
-        for handle, vector in zip(handles, vectors, strict=True):
-            if np.isfinite(vector).all():
-                self._finish(handle, now, [vector])
-            else:
-                self.failures += 1
-                self._fail(handle, EngineError("The embedding is not finite: serve the model in fp32 or bf16."))
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
 
 
 class EmbeddingService(TextService):
-    """A scheduler that takes texts.
+    """Embeds the texts of waiting requests in batches; each result is that of the text alone, but for last bits.
 
     ``InputError``: the model has no tokenizer, or modules behind the encoder that are not applied here.
     """
 
+    # What the routes, the metrics and the process ask of a scheduler.
+    static_reason = "batches of texts of similar length"
+    is_open = is_alive = True
+    encoded = reused = failures = 0
+
     def __init__(self, encoder: AcceleratedEncoder, settings: Settings):
         encoder.embed([], pooling=settings.pooling)  # raises what it would raise of any text
-        super().__init__(encoder.tokenizer, settings, partial(EmbeddingScheduler, encoder, settings))
-        self.encoder = encoder
+        super().__init__(encoder.tokenizer, settings)
+        self.encoder, self.scheduler = encoder, self
         limits = (settings.max_source_tokens, encoder.max_source_tokens)
         self._most = min(limit for limit in limits if limit is not None)
+        self._queue: dict[asyncio.Future[np.ndarray], np.ndarray] = {}  # tokens (S,) of each text, the oldest first
+        self._batch: dict[asyncio.Future[np.ndarray], np.ndarray] = {}
+        self._engine = ThreadPoolExecutor(1, "t5accel-engine")
+        self._work: asyncio.Task[None] | None = None
+        self._began_s, self._texts_per_s = 0.0, math.inf
+        self.metrics.watch(self)
 
-    async def submit(self, asked: schemas.Embeddings) -> list[RequestHandle]:
-        """Return a handle for each text; refuse bad requests before tokenization."""
-        texts = self.checked_texts(asked.input, None, "input")
+    waiting = property(lambda self: len(self._queue))
+    rows = running = property(lambda self: len(self._batch))
+
+    def busy_s(self) -> float:
+        """Seconds since the batch began; 0 between batches."""
+        return time.monotonic() - self._began_s if self.running else 0.0
+
+    def drain(self, grace_s: float) -> None:
+        """Accept no more requests; fail unfinished ones after ``grace_s`` seconds."""
+        self.is_open = False
+        if self.loop:
+            self.loop.call_soon_threadsafe(self.loop.call_later, grace_s, self._fail_all)
+
+    def close(self) -> None:
+        """Fail all requests, and wait for the engine's thread to end."""
+        self.drain(0)
+        self._engine.shutdown()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def embed(self, asked: Embeddings, request: Request) -> tuple[list[np.ndarray], int]:
+        """The embeddings (d_model,) of the texts, and the number of their tokens."""
+        texts = self.texts_with(self.settings.prefix, asked.input, "input")
         most, longest = CHARACTERS * self._most, max(map(len, texts))
         if longest > most:
             raise _too_long(f"A text has {longest} characters, and {most} are allowed")
-        self.scheduler.require_place(len(texts), len(texts))
-        size = longest * len(texts)
-        sources = [await self.in_worker(self._tokens, text, size=size) for text in texts]
-        deadline_s = self.settings.deadline_s if asked.deadline_s is None else asked.deadline_s
-        handles = self.scheduler.submit_all([EmbeddingRequest(tokens, deadline_s) for tokens in sources])
+        self._require_place(len(texts))
+        sources = [await self.in_worker(self._tokens, text, size=longest * len(texts)) for text in texts]
+        self._require_place(len(texts))
         if self.settings.log_texts:
-            log.info("requests %s: %s", [handle.number for handle in handles], json.dumps(texts, ensure_ascii=False))
-        return handles
+            log.info("texts: %s", json.dumps(texts, ensure_ascii=False))
+        futures = {self.loop.create_future(): tokens for tokens in sources}
+        self._queue |= futures
+        if self._work is None or self._work.done():
+            self._work = self.loop.create_task(self._serve())
+        started, done = time.monotonic(), asyncio.gather(*futures)
+        gone = self.loop.create_task(disconnected(request.receive))
+        deadline_s = self.settings.deadline_s if asked.deadline_s is None else asked.deadline_s
+        try:
+            await asyncio.wait([done, gone], timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise ConnectionResetError if gone.done() else DeadlineError(f"Not done within its {deadline_s:g} s.")
+            vectors = done.result()
+        except Exception as error:
+            self.metrics.observe(type(error).__name__, 1)
+            raise
+        finally:
+            gone.cancel()
+            for future in futures:  # after a failure or a disconnect the others are not computed
+                future.cancel()
+                self._queue.pop(future, None)
+        self.metrics.observe("total_s", time.monotonic() - started)
+        self.metrics.observe("finished", 1)
+        return vectors, sum(map(len, sources))
+
+    def _require_place(self, texts: int) -> None:
+        most = self.settings.max_queue
+        if not self.is_open:
+            raise ShuttingDownError("The server is shutting down and takes no more requests.")
+        if texts > most:
+            raise InputError(f"The request counts as {texts} texts, and {most} may wait. Send it in parts.")
+        if self.waiting + texts > most:
+            retry = min(max(1, math.ceil(self.waiting / self._texts_per_s)), LONGEST_RETRY_S)
+            raise QueueFullError(f"{self.waiting} texts are waiting and {most} may: try again in {retry} s.", retry)
 
     def _tokens(self, text: str) -> np.ndarray:
         ids, mask = tokenize(self.tokenizer, [text])
-        tokens = ids[mask == 1]
-        if len(tokens) > self._most:
-            raise _too_long(f"A text has {len(tokens)} tokens, and {self._most} are allowed")
-        if not len(tokens):
-            raise HTTPError(422, "input must hold texts of which the tokenizer makes tokens.", param="input")
-        check_vocabulary(tokens, self.encoder.source_vocab_size)
-        return tokens
+        if (length := int(mask.sum())) > self._most:
+            raise _too_long(f"A text has {length} tokens, and {self._most} are allowed")
+        ids, mask = self.encoder.checked(ids, mask)
+        return ids[mask == 1]
+
+    async def _serve(self) -> None:
+        while self._queue:
+            self._batch = self._choose()
+            self._began_s = time.monotonic()
+            found = await self.loop.run_in_executor(self._engine, self._compute, [*self._batch.values()])
+            self._texts_per_s = self.running / max(time.monotonic() - self._began_s, 1e-6)
+            for future, vector in zip(self._batch, found, strict=True):
+                if not future.done():
+                    (future.set_exception if isinstance(vector, EngineError) else future.set_result)(vector)
+            self._batch = {}
+
+    def _choose(self) -> dict[asyncio.Future[np.ndarray], np.ndarray]:
+        # The oldest text goes first, so that none waits for ever; beside it those that are padded little.
+        first = shortest = longest = len(next(iter(self._queue.values())))
+        chosen: dict[asyncio.Future[np.ndarray], np.ndarray] = {}
+        for future, tokens in sorted(self._queue.items(), key=lambda entry: abs(len(entry[1]) - first)):
+            shortest, longest = min(shortest, len(tokens)), max(longest, len(tokens))
+            too_many = (len(chosen) + 1) * longest > self.settings.batch_tokens
+            if chosen and (too_many or longest > SIMILAR * max(shortest, SHORT)):
+                break
+            chosen[future] = self._queue.pop(future)
+        return chosen
+
+    def _compute(self, sources: list[np.ndarray]) -> list[np.ndarray | EngineError]:
+        options = dict(pooling=self.settings.pooling, normalize=self.settings.normalize)
+        try:
+            vectors = self.encoder.embed_ids(*padded(sources, self.encoder.pad_token_id), **options)
+            if not all(np.isfinite(vector).all() for vector in vectors):
+                raise FloatingPointError("an embedding is not finite")
+        except BaseException as error:  # a panic of a native library is no Exception
+            self.failures += 1
+            if len(sources) > 1:  # perhaps one of them is to blame
+                return [one for source in sources for one in self._compute([source])]
+            found = EngineError(f"The engine failed: {type(error).__name__}.")
+            found.__cause__ = error  # its message may quote the request's text
+            return [found]
+        self.encoded += len(sources)
+        self.metrics.observe("tokens", sum(map(len, sources)))
+        return vectors
+
+    def _fail_all(self) -> None:
+        for future in [*self._queue, *self._batch]:
+            if not future.done():
+                future.set_exception(ShuttingDownError("The server was shut down before this request was done."))
 
 
 def _too_long(what: str) -> HTTPError:
@@ -190,7 +219,7 @@ def _too_long(what: str) -> HTTPError:
 def make_app(encoder: AcceleratedEncoder, settings: Settings) -> FastAPI:
     """The application around an encoder; its lifespan ends the engine's thread.
 
-    >>> app = make_app(AcceleratedEncoder.from_pretrained("mini", progress=False), Settings())
+    >>> app = make_app(AcceleratedEncoder.from_pretrained("mini", progress=False), Settings(task="embed"))
     >>> sorted(path for path in app.openapi()["paths"] if path.startswith("/v1"))
     ['/v1/embeddings', '/v1/models', '/v1/models/{name}']
     >>> app.state.service.close()
@@ -198,27 +227,24 @@ def make_app(encoder: AcceleratedEncoder, settings: Settings) -> FastAPI:
     service, name, width = EmbeddingService(encoder, settings), settings.public_name, encoder.dims.d_model
     app = empty_app(service)
 
-    def body_of(handles: Sequence[RequestHandle], encoding_format: str) -> bytes:
-        given = [handle.answers[0].astype("<f4", copy=False) for handle in handles]
-        if encoding_format == "base64":
-            vectors = [base64.b64encode(vector.tobytes()).decode() for vector in given]
-        else:
-            vectors = [vector.tolist() for vector in given]
-        tokens = sum(len(handle.request.input_ids) for handle in handles)
-        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return json.dumps({"object": "list", "data": data, "model": name, "usage": usage}).encode()
-
-    @post(app, "/v1/embeddings", schemas.Embeddings, schemas.EmbeddingsResponse)
-    async def embeddings(asked: schemas.Embeddings, request: Request) -> Response:
+    @post(app, "/v1/embeddings", Embeddings, EmbeddingsResponse)
+    async def embeddings(asked: Embeddings, request: Request) -> Response:
         require_model(asked.model, name)
         if asked.dimensions not in (None, width):
             message = f"dimensions must be {width} or null, got {asked.dimensions}. Leave it out."
-            raise schemas.unsupported("dimensions", message)
-        handles = await service.submit(asked)
-        await service.wait(handles, request)
-        body = await service.in_worker(body_of, handles, asked.encoding_format, size=width * len(handles))
-        return Response(body, media_type="application/json")
+            raise unsupported("dimensions", message)
+        vectors, tokens = await service.embed(asked, request)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+
+        def body() -> bytes:
+            if asked.encoding_format == "base64":
+                given = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+            else:
+                given = [vector.tolist() for vector in vectors]
+            data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(given)]
+            return json.dumps({"object": "list", "data": data, "model": name, "usage": usage}).encode()
+
+        return Response(await service.in_worker(body, size=width * len(vectors)), media_type="application/json")
 
     add_get_routes(app)
     return app

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from t5accel.decoding.beam import BeamTopK
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.request import GenerationInputs
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
+from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.precision.recipes import recipe_from_json
 from t5accel.serve.device_batch import running_batch
 from t5accel.serve.limits import (
@@ -30,13 +33,16 @@ from t5accel.serve.limits import (
     needs_unbatched_encoding,
 )
 from t5accel.serve.request import GenerationRequest, RequestHandle
-from t5accel.serve.request_queue import ENDS, Observe, RequestQueue, engine_error
 from t5accel.serve.running_batch import GreedySequence, RunningSequence, Writer, sequences_for
 
+Observe = Callable[[str, float], None]
+RECENT = 64  # finished requests by which the rate is measured
+LONGEST_RETRY_S = 120
 HEAD_START_S = 10.0  # of the highest priority: bounded, so that no request starves
+ENDS = (KeyboardInterrupt, SystemExit)  # any other exception concerns one request, even one that is no `Exception`
 
 
-class Scheduler(RequestQueue):
+class Scheduler:
     """Serves requests from any thread on one backend.
 
     With ``add_sources`` or ``in_flight`` of the backend requests join a running batch; else `static_reason` says
@@ -71,13 +77,15 @@ class Scheduler(RequestQueue):
         thread: bool = True,
     ):
         getattr(backend, "rules", NO_CONSTRAINTS).require_supported()
-        super().__init__(backend, limits or SchedulerLimits(), observe, notify, clock)
+        self.backend = backend
+        self.limits = limits or SchedulerLimits()
         recipe = getattr(getattr(backend, "manifest", None), "recipe", None)
         self._encodes_alone = bool(recipe) and needs_unbatched_encoding(recipe_from_json(recipe))
         self._batch = running_batch(backend, self.limits.rows)
         self._encoder: Any = self._batch.encoder
         if all(hasattr(backend, name) for name in ("split", "join", "source_bytes", "fingerprint")):
             self._encoder = EncoderCache(backend, max_bytes=self.limits.encoder_cache_bytes)
+        self.static_reason = ""
         if not self._batch.joins_running:
             name = type(backend).__name__
             self.static_reason = f"static batches, as {name} has no add_sources(): requests wait for the running batch"
@@ -85,11 +93,41 @@ class Scheduler(RequestQueue):
         self.limits.check(GenerationRequest([0], max_new_tokens=1), self._key_value_bytes)
         self._pace = EncoderLatency()
         self._continuations = BeamTopK(backend.vocab_size)
+        self._observe, self._notify, self._clock = observe, notify or _notify_listeners, clock
+        self._changed = threading.Condition()  # guards the queue and the end
+        self._queue: list[tuple[tuple[float, int], RequestHandle]] = []  # sorted: the older, after head starts
+        self._submitted = 0
+        self.is_open = True  # new requests are accepted
+        self._ends_at = math.inf
         # Below: written by the engine's thread alone.
+        self._running: dict[RequestHandle, list[RunningSequence]] = {}
         self._joins_from_s = -math.inf
+        self._finished: deque[float] = deque(maxlen=RECENT)
+        self._updates: dict[int, RequestHandle] = {}
+        self.encoded = 0  # sources
+        self.reused = 0  # sources found in the encoder cache
+        self.failures = 0  # rounds in which the backend raised
         self.longest_stall_s = 0.0  # the longest wait of running rows for new sources to be encoded
-        if thread:
-            self._start()
+        self._began_s: float | None = None  # when the current step began
+        self._thread = threading.Thread(target=self._run, name="t5accel-engine", daemon=True) if thread else None
+        if self._thread:
+            self._thread.start()
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return len(self._running)
 
     @property
     def rows(self) -> int:
@@ -101,6 +139,16 @@ class Scheduler(RequestQueue):
         """The request number of each row; for callers of `step`."""
         found = {int(row): part.owner.number for part in self._batch.parts for row in part.rows}
         return [found[row] for row in sorted(found)]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def busy_s(self) -> float:
+        """Seconds since the current step began; 0 between steps."""
+        began = self._began_s
+        return 0.0 if began is None else self._clock() - began
 
     def submit(self, request: GenerationRequest) -> RequestHandle:
         """Queue one request; see `submit_all`."""
@@ -117,10 +165,12 @@ class Scheduler(RequestQueue):
             self._require_place(len(requests), sum(request.most_tokens for request in requests))
             handles = []
             for request, of_request in zip(requests, sequences, strict=True):
-                handle = self._handle(request, of_request)
+                now = self._clock()
+                self._submitted += 1
+                deadline = None if request.deadline_s is None else now + request.deadline_s
+                handle = RequestHandle(request, self._submitted, now, deadline, of_request)
                 head_start_s = HEAD_START_S * request.priority / (1 + abs(request.priority))
-                entry = (handle.submitted_s - head_start_s, handle.number), handle
-                bisect.insort(self._queue, entry, key=lambda entry: entry[0])
+                bisect.insort(self._queue, ((now - head_start_s, handle.number), handle), key=lambda entry: entry[0])
                 handles.append(handle)
             self._changed.notify_all()
         return handles
@@ -136,19 +186,104 @@ class Scheduler(RequestQueue):
         self.limits.check(request, self._key_value_bytes)
         return sequences_for(self.backend, request, self._continuations)
 
-    def _advance(self) -> None:
-        self._admit()
-        if self._running:
-            self._decode()
+    def _require_place(self, requests: int, tokens: int) -> None:
+        if not self.is_open:
+            raise ShuttingDownError("The server is shutting down and takes no more requests.")
+        self.limits.require_place(
+            [handle.request for _, handle in list(self._queue)], requests, tokens, self.retry_after_s
+        )
+
+    def retry_after_s(self) -> int:
+        """Estimated seconds until the queue has a place."""
+        times = list(self._finished)
+        if len(times) < 2 or times[-1] <= times[0]:
+            return 1
+        rate = (len(times) - 1) / (times[-1] - times[0])
+        return min(max(1, math.ceil(len(self._queue) / rate)), LONGEST_RETRY_S)
+
+    def drain(self, grace_s: float) -> None:
+        """Accept no more requests; fail unfinished ones after ``grace_s`` seconds."""
+        with self._changed:
+            self.is_open, self._ends_at = False, min(self._ends_at, self._clock() + grace_s)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Fail all requests, and wait for the engine's thread to end."""
+        self.drain(0)
+        if self._thread:
+            self._thread.join()
+
+    def step(self) -> bool:
+        """One iteration: evict, admit, decode. Returns True while work remains.
+
+        Raises the error of a backend that has lost its device.
+        """
+        self._began_s = now = self._clock()
+        failures = self.failures
+        try:
+            self._evict(now)
+            self._admit()
+            if self._running:
+                self._decode()
+        except ENDS:
+            raise
+        except BaseException as error:  # the batch may be in any state
+            self._fail_all(error)
+        updates, self._updates = list(self._updates.values()), {}
+        self._began_s = None  # before the notification, whose receiver may ask at once
+        if updates:
+            self._notify(updates)
+        if self.failures > failures and hasattr(self.backend, "require_device"):
+            self.backend.require_device()
+        return bool(self._running or self._queue)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while not (self._queue or self._running):
+                        if not self.is_open:
+                            return
+                        self._changed.wait()
+                self.step()
+        except BaseException as error:  # of `notify`, or the interpreter ends: nobody may wait for ever
+            with self._changed:
+                self.is_open, waiting, self._queue = False, self._queue, []
+            for handle in [*self._running, *(handle for _, handle in waiting)]:
+                handle.finish(self._clock(), error=EngineError(f"The engine's thread has ended: {error!r:.200}"))
+            self._running = {}
+            raise
+
+    def _evict(self, now: float) -> None:
+        """Fail cancelled and late requests; after the grace period all."""
+        late = None
+        if now >= self._ends_at:
+            late = ShuttingDownError("The server was shut down before this request was done.")
+
+        def errors_of(handles: Iterable[RequestHandle]) -> dict[RequestHandle, Exception]:
+            return {handle: error for handle in handles if (error := handle.cancellation_error(now) or late)}
+
+        with self._changed:
+            errors = errors_of([handle for _, handle in self._queue])
+            if errors:
+                self._queue = [entry for entry in self._queue if entry[1] not in errors]
+        errors |= errors_of(self._running)
+        for handle, error in errors.items():
+            self._fail(handle, error)
 
     def _fail(self, handle: RequestHandle, error: Exception) -> None:
-        parts = self._running.get(handle, [])
-        super()._fail(handle, error)
+        parts = self._running.pop(handle, [])
+        handle.finish(self._clock(), error=error)
+        self._updates[handle.number] = handle
+        self._observe(type(error).__name__, 1)
         self._batch.remove([part for part in parts if part in self._batch.parts])
 
     def _fail_all(self, error: BaseException) -> None:
+        self.failures += 1
+        running, self._running = self._running, {}
         self._batch.clear()
-        super()._fail_all(error)
+        for handle in running:
+            self._fail(handle, _engine_error(error))
 
     def _admit(self) -> None:
         were_running, started = bool(self._running), self._clock()
@@ -162,11 +297,11 @@ class Scheduler(RequestQueue):
                 continue
             self.failures += 1
             if len(handles) == 1:
-                self._fail(handles[0], engine_error(error))
+                self._fail(handles[0], _engine_error(error))
                 continue
             for handle in handles:  # perhaps one of them is to blame
                 if (error := self._join([handle])) is not None:
-                    self._fail(handle, engine_error(error))
+                    self._fail(handle, _engine_error(error))
         stall = self._clock() - started
         pause = min(stall / self.limits.prefill_share - stall, self.limits.max_prefill_stall_s)
         self._joins_from_s = started + stall + pause
@@ -262,7 +397,7 @@ class Scheduler(RequestQueue):
             raise
         except BaseException as error:  # the state is as it was: the last to come, who may be too much, goes
             self.failures += 1
-            self._fail(next(reversed(self._running)), engine_error(error))
+            self._fail(next(reversed(self._running)), _engine_error(error))
             return
         now = self._clock()
         self._observe("step_s", (now - started) / self._batch.steps)
@@ -280,9 +415,15 @@ class Scheduler(RequestQueue):
             error = next((part.error for part in parts if part.error is not None), None)
             if error is not None:
                 self.failures += 1
-                self._fail(handle, engine_error(error))
+                self._fail(handle, _engine_error(error))
             elif all(part.writer.is_done for part in parts):
-                self._finish(handle, now, [answer for part in parts for answer in part.writer.answers()])
+                del self._running[handle]
+                answers = [answer for part in parts for answer in part.writer.answers()]
+                handle.finish(now, answers)
+                self._finished.append(now)
+                self._updates[handle.number] = handle
+                self._observe("total_s", now - handle.submitted_s)
+                self._observe("finished", 1)
 
 
 def _size_with(size: tuple[int, int, int], request: GenerationRequest) -> tuple[int, int, int]:
@@ -293,3 +434,15 @@ def _size_with(size: tuple[int, int, int], request: GenerationRequest) -> tuple[
 def _padding_group(handle: RequestHandle) -> int:
     # Sources are padded together up to 64 tokens, or if at least half as long.
     return length_bucket(max(COLUMNS, len(handle.request.input_ids)))
+
+
+def _engine_error(error: BaseException) -> EngineError:
+    found = EngineError(f"The engine failed: {type(error).__name__}.")
+    found.__cause__ = error  # its message may quote the request's text
+    return found
+
+
+def _notify_listeners(handles: Sequence[RequestHandle]) -> None:
+    for handle in handles:
+        if handle.listener is not None:
+            handle.listener()

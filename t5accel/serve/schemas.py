@@ -31,7 +31,9 @@ _HANDED_ON = (
 )
 
 
-class _Asked(BaseModel):
+class Asked(BaseModel):
+    """A request's body; unknown fields are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     neutral: ClassVar[dict[str, Any]] = {}  # fields that are accepted at this value alone, where they change nothing
@@ -61,7 +63,7 @@ def unsupported(name: str, message: str) -> HTTPError:
     return HTTPError(400, message, param=name, code="unsupported_parameter")
 
 
-class _Common(_Asked):
+class _Common(Asked):
     """Fields of every route that generates."""
 
     stop: str | list[str] | None = Field(
@@ -146,7 +148,7 @@ class Generate(_Common):
         )
 
 
-class StreamOptions(_Asked):
+class StreamOptions(Asked):
     """Options of a completion that streams."""
 
     neutral = {"include_obfuscation": False}
@@ -202,21 +204,6 @@ class Completion(_Common):
         return Generate(
             text=self.prompt, max_new_tokens=self.max_tokens, do_sample=drawn, num_return_sequences=self.n, **common
         )
-
-
-class Embeddings(_Asked):
-    """Embed one or several texts, for OpenAI's clients."""
-
-    model: str
-    input: str | list[str] = Field(description="One text, or a list of them.")
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="A list of numbers, or the bytes of float32, little-endian, in base64."
-    )
-    dimensions: int | None = Field(None, description="Only the number that the model has.")
-    user: str | None = Field(None, description="Ignored.")
-    deadline_s: float | None = Field(
-        None, gt=0, lt=1e9, description="Not one of OpenAI's. Seconds within which all must be done, else status 504."
-    )
 
 
 class Timings(BaseModel):
@@ -283,30 +270,6 @@ class CompletionResponse(BaseModel):
     model: str
     choices: list[Choice]
     usage: Usage | None = None
-
-
-class Embedding(BaseModel):
-    """The embedding of one text."""
-
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str = Field(description="In the asked encoding_format.")
-
-
-class EmbeddingsUsage(BaseModel):
-    """Tokens of all texts."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class EmbeddingsResponse(BaseModel):
-    """The response of /v1/embeddings."""
-
-    object: Literal["list"]
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingsUsage
 
 
 class ModelCard(BaseModel):

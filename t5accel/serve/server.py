@@ -242,28 +242,15 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
             )
         log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
     for task, names in OF_TASK.items():
-        for name in names if task != settings.task else ():
-            if getattr(settings, name) != Settings.model_fields[name].default:
+        for name in names:
+            if task != settings.task and getattr(settings, name) != Settings.model_fields[name].default:
                 raise InputError(f"{name} is for task {task}, and the task is {settings.task}. Leave it out.")
-    (_check_embedding if settings.task == "embed" else _check_generation)(settings)
-    cores = cpu_threads()
-    if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
-        raise InputError(
-            f"threads must be at most {THREADS_PER_CORE * cores}, {THREADS_PER_CORE} for each core of this process, "
-            f"got {settings.threads}. Leave --threads out to use all cores."
-        )
-    _allow_files(settings.connections)
-
-
-def _check_embedding(settings: Settings) -> None:
-    if settings.precision not in (None, *EMBED_PRECISIONS):
+    if settings.task == "generate":
+        recipe = as_recipe(settings.precision or "fp32")
+        needs_unbatched_encoding(recipe)
+    elif settings.precision not in (None, *EMBED_PRECISIONS):
         allowed = ", ".join(EMBED_PRECISIONS)
         raise InputError(f"precision must be one of {allowed} with task embed, got {settings.precision!r:.80}.")
-
-
-def _check_generation(settings: Settings) -> None:
-    recipe = as_recipe(settings.precision or "fp32")
-    needs_unbatched_encoding(recipe)
     if settings.device == "cuda":
         if recipe.integers:
             raise InputError(
@@ -273,6 +260,13 @@ def _check_generation(settings: Settings) -> None:
             raise InputError(f"engine must be local on cuda, got {settings.engine!r}. Leave --engine out.")
         if "encoder_cache_mb" in settings.model_fields_set:
             raise InputError("encoder_cache_mb is for device cpu: on cuda sources are encoded anew. Leave it out.")
+    cores = cpu_threads()
+    if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
+        raise InputError(
+            f"threads must be at most {THREADS_PER_CORE * cores}, {THREADS_PER_CORE} for each core of this process, "
+            f"got {settings.threads}. Leave --threads out to use all cores."
+        )
+    _allow_files(settings.connections)
 
 
 def _allow_files(connections: int) -> None:
@@ -343,8 +337,7 @@ def create_app(settings: Settings) -> FastAPI:
         progress=settings.log_format == "text",
     )
     if settings.task == "embed":
-        most = settings.max_source_tokens
-        encoder = AcceleratedEncoder.from_pretrained(settings.model, max_source_tokens=most, **options)
+        encoder = AcceleratedEncoder.from_pretrained(settings.model, **options)
         app, what = embeddings.make_app(encoder, settings), f"its encoder in {encoder.precision}"
     else:
         backend, tokenizer, what = open_backend(settings.model, **options)

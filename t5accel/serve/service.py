@@ -31,15 +31,39 @@ EVENTS_S = 0.02  # of one stream: tokens that come sooner after each other are o
 
 
 class TextService:
-    """A queue that takes texts; a base class. ``scheduler`` makes it, given ``observe`` and ``notify``."""
+    """What every service of texts has; a base class."""
 
-    def __init__(self, tokenizer: Any, settings: Settings, scheduler: Callable[..., Any]):
+    def __init__(self, tokenizer: Any, settings: Settings):
         self.settings, self.tokenizer, self.metrics = settings, tokenizer, Metrics()
         self.started_s = int(time.time())
-        self.scheduler = scheduler(observe=self.metrics.observe, notify=self._notify)
-        self.metrics.watch(self.scheduler)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
+
+    def texts_with(self, prefix: str, given: str | list[str], name: str) -> list[str]:
+        """The texts of the field ``name``, each with the prefix; ``HTTPError``: none, or too many."""
+        texts = [given] if isinstance(given, str) else given
+        if not 1 <= len(texts) <= self.settings.max_texts:
+            message = f"{name} must hold 1 to {self.settings.max_texts} texts, got {len(texts)} texts."
+            raise HTTPError(422, message, param=name)
+        return [prefix + text for text in texts]
+
+    async def in_worker(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
+        """Call a slow function outside the event loop; ``size`` counts characters or tokens."""
+        if size <= SMALL:  # another thread would cost more than the call
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
+
+
+class Service(TextService):
+    """A scheduler that takes and returns texts."""
+
+    def __init__(self, backend: Backend, tokenizer: Any, settings: Settings):
+        super().__init__(tokenizer, settings)
+        self.backend, self.languages = backend, Languages(tokenizer)
+        self.rules = getattr(backend, "rules", NO_CONSTRAINTS)
+        self.ends = self.rules.eos_tokens(backend.eos_token_id)
+        self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, notify=self._notify)
+        self.metrics.watch(self.scheduler)
 
     def close(self) -> None:
         """End its threads."""
@@ -54,55 +78,10 @@ class TextService:
                 handle.next_event_at = now + EVENTS_S
             self.loop.call_soon_threadsafe(lambda: [handle.listener() for handle in due if handle.listener])
 
-    def checked_texts(self, given: str | list[str], prefix: str | None, name: str) -> list[str]:
-        """The texts of the field ``name`` with their prefix; ``HTTPError``: none, or too many."""
-        texts = [given] if isinstance(given, str) else given
-        if not 1 <= len(texts) <= self.settings.max_texts:
-            message = f"{name} must hold 1 to {self.settings.max_texts} texts, got {len(texts)} texts."
-            raise HTTPError(422, message, param=name)
-        prefix = self.settings.prefix if prefix is None else prefix
-        return [prefix + text for text in texts]
-
-    async def in_worker(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
-        """Call a slow function outside the event loop; ``size`` counts characters or tokens."""
-        if size <= SMALL:  # another thread would cost more than the call
-            return function(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
-
-    async def wait(self, handles: Sequence[RequestHandle], request: Request) -> None:
-        """Wait until all are done, one fails, or the client disconnects."""
-        disconnect = asyncio.create_task(disconnected(request.receive))
-        news = _news_of(handles)
-        disconnect.add_done_callback(lambda _: news.set())
-        try:
-            while not all(handle.is_done for handle in handles):
-                await news.wait()
-                news.clear()
-                if disconnect.done() and not all(handle.is_done for handle in handles):
-                    raise ConnectionResetError
-                for handle in handles:
-                    if handle.error is not None:
-                        raise handle.error
-        finally:
-            disconnect.cancel()
-            for handle in handles:  # after a failure or a disconnect the others' rows are free, too
-                handle.cancel()
-        for handle in handles:
-            handle.result(0)
-
-
-class Service(TextService):
-    """A scheduler that takes and returns texts."""
-
-    def __init__(self, backend: Backend, tokenizer: Any, settings: Settings):
-        super().__init__(tokenizer, settings, partial(Scheduler, backend, settings.limits))
-        self.backend, self.languages = backend, Languages(tokenizer)
-        self.rules = getattr(backend, "rules", NO_CONSTRAINTS)
-        self.ends = self.rules.eos_tokens(backend.eos_token_id)
-
     async def submit(self, asked: Generate) -> list[RequestHandle]:
         """Return a handle for each text; refuse bad requests before tokenization."""
-        texts = self.checked_texts(asked.text, asked.prefix, "text")
+        prefix = self.settings.prefix if asked.prefix is None else asked.prefix
+        texts = self.texts_with(prefix, asked.text, "text")
         stops = self._stops(asked)
         first = self.languages.target(self.backend, asked.tgt_lang, asked.forced_bos_token)
         language = None if asked.src_lang is None else self.languages.source(asked.src_lang)
@@ -154,6 +133,27 @@ class Service(TextService):
         if self.settings.log_texts:
             log.info("answers: %s", json.dumps(found, ensure_ascii=False))
         return found
+
+    async def wait(self, handles: Sequence[RequestHandle], request: Request) -> None:
+        """Wait until all are done, one fails, or the client disconnects."""
+        disconnect = asyncio.create_task(disconnected(request.receive))
+        news = _news_of(handles)
+        disconnect.add_done_callback(lambda _: news.set())
+        try:
+            while not all(handle.is_done for handle in handles):
+                await news.wait()
+                news.clear()
+                if disconnect.done() and not all(handle.is_done for handle in handles):
+                    raise ConnectionResetError
+                for handle in handles:
+                    if handle.error is not None:
+                        raise handle.error
+        finally:
+            disconnect.cancel()
+            for handle in handles:  # after a failure or a disconnect the others' rows are free, too
+                handle.cancel()
+        for handle in handles:
+            handle.result(0)
 
     async def pieces(self, handles: Sequence[RequestHandle], asked: Generate) -> AsyncIterator[tuple[int, str, bool]]:
         """Yield index, new text and whether it is the last, per handle.

@@ -17,13 +17,10 @@ from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.monitoring import Form, Level
 
 PREFIX = "T5ACCEL_"
-# Settings of one task, which another would silently leave aside.
-OF_TASK = {
-    "embed": ("pooling", "normalize", "batch_tokens"),
-    "generate": (
-        *("device", "engine", "address", "replicas", "replicas_min", "max_batch_rows", "key_value_mb", "max_beams"),
-        *("max_new_tokens", "max_prefill_stall_ms", "prefill_share", "encoder_cache_mb"),
-    ),
+OF_TASK = {  # settings of one task, which the other would silently leave aside
+    "embed": ["pooling", "normalize", "batch_tokens"],
+    "generate": "device engine address replicas replicas_min max_batch_rows key_value_mb max_queued_tokens max_beams "
+    "max_new_tokens max_prefill_stall_ms prefill_share encoder_cache_mb".split(),
 }
 EMBED_PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4", "auto")
 OTHERS = {"CACHE", "TRACEBACK", "COMMIT"}  # variables of other parts

@@ -22,9 +22,7 @@ from typer.testing import CliRunner
 import t5accel.serve.server
 from t5accel.cli import app as commands
 from t5accel.encoder import AcceleratedEncoder
-from t5accel.errors import DeadlineError, EngineError
-from t5accel.serve import schemas
-from t5accel.serve.embeddings import EmbeddingRequest, EmbeddingScheduler, make_app
+from t5accel.serve.embeddings import EmbeddingService, EmbeddingsResponse, make_app
 from t5accel.serve.settings import EMBED_PRECISIONS, Settings
 
 TEXTS = ["I am tired.", "The house is small and old, and so is the boat beside it.", "No", ""]
@@ -36,7 +34,7 @@ def encoder() -> AcceleratedEncoder:
 
 
 @asynccontextmanager
-async def served(encoder: Any, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, EmbeddingScheduler]]:
+async def served(encoder: Any, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, EmbeddingService]]:
     """A client of the application without sockets, and its scheduler."""
     app = make_app(encoder, Settings(task="embed", **settings))
     async with app.router.lifespan_context(app):
@@ -86,7 +84,7 @@ def test_embeddings_are_the_encoder_s(encoder, settings, encoding_format) -> Non
     expected = encoder.embed([settings.get("prefix", "") + text for text in TEXTS], **options)
     response = asked(encoder, settings, input=TEXTS, encoding_format=encoding_format, user="me", dimensions=None)
     found = response.json()
-    assert response.status_code == 200 and schemas.EmbeddingsResponse.model_validate(found).model_dump() == found
+    assert response.status_code == 200 and EmbeddingsResponse.model_validate(found).model_dump() == found
     assert [one["index"] for one in found["data"]] == [0, 1, 2, 3] and found["model"] == "mini"
     vectors = [one["embedding"] for one in found["data"]]
     if encoding_format == "base64":
@@ -121,19 +119,26 @@ def test_mixed_lengths_under_load_are_as_each_alone(encoder) -> None:
 
 
 def test_the_oldest_goes_first_with_those_that_fit_beside_it(encoder) -> None:
-    scheduler = EmbeddingScheduler(encoder, Settings(batch_tokens=100), thread=False)
+    held = Held(encoder)
 
-    def submitted(*lengths: int) -> list[Any]:
-        return scheduler.submit_all([EmbeddingRequest(np.full(length, 5)) for length in lengths])
+    async def ask() -> None:
+        async with served(held, batch_tokens=100) as (client, scheduler):
 
-    handles, batches = submitted(300, 4, 40, 20, 5, 45), []
-    while scheduler.waiting:
-        before = [handle for handle in handles if not handle.is_done]
-        scheduler.step()
-        batches.append([len(handle.request.input_ids) for handle in before if handle.is_done])
-        if len(handles) < 9:
-            handles += submitted(4)  # ever more short ones hold up none
-    assert batches == [[300], [4, 20, 5, 4], [40, 45], [4, 4]]
+            def send(words: int) -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(client.post("/v1/embeddings", json={"model": "mini", "input": "a " * words}))
+
+            sent = [send(1)]
+            await until(held.begun.is_set)
+            for waiting, words in enumerate((300, 4, 40, 20, 5, 45), 1):
+                sent.append(send(words))
+                await until(lambda waiting=waiting: scheduler.waiting == waiting)
+            held.go.set()
+            assert {one.status_code for one in await asyncio.gather(*sent)} == {200}
+
+    asyncio.run(ask())
+    alone, longest, short, long = [mask.sum(axis=1).tolist() for mask in held.masks]
+    assert len(alone) == len(longest) == 1 and longest[0] > 250
+    assert len(short) == 3 and max(short) < 30 and len(long) == 2 and min(long) > 35
 
 
 @pytest.mark.parametrize(
@@ -152,7 +157,7 @@ def test_the_oldest_goes_first_with_those_that_fit_beside_it(encoder) -> None:
         (dict(input="a", truncate=True), "truncate is not supported", "truncate"),
         (dict(input="a", deadline_s=-1.0), "deadline_s", "deadline_s"),
         (dict(input="a", deadline_s=0), "deadline_s", "deadline_s"),
-        (dict(input=["a"] * 30), "counts as 30 requests, and 29 may wait", None),
+        (dict(input=["a"] * 30), "counts as 30 texts, and 29 may wait", None),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -177,7 +182,7 @@ def test_the_other_routes(encoder) -> None:
     assert live.json()["alive"] and ready.json() == dict(ready=True, waiting=0, running=0, rows=0, continuous=False)
     assert model.json()["id"] == "mini" and "POST /v1/embeddings" in about.json()["routes"]
     assert "/v1/embeddings" in docs.text and "encoding_format" in docs.text
-    assert "t5accel_answers_total 4.0" in metrics.text and "t5accel_encoder_misses 4.0" in metrics.text
+    assert "t5accel_answers_total 1.0" in metrics.text and "t5accel_encoder_misses 4.0" in metrics.text
     assert 't5accel_responses_total{route="/v1/embeddings",status="200"} 1.0' in metrics.text
 
 
@@ -222,34 +227,36 @@ def test_a_shutdown_finishes_what_runs(encoder) -> None:
             assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
             held.go.set()
             assert len((await running).json()["data"]) == 8
-            await until(lambda: not scheduler.is_alive)
+            await until(lambda: not scheduler.running and not scheduler.waiting)
 
     asyncio.run(ask())
 
 
 def test_an_error_is_that_of_its_text_alone(encoder, caplog) -> None:
+    special = {text: encoder.tokenizer([text])["input_ids"][0][0] for text in ("house", "boat")}
+
     class Failing(Held):
         def embed_ids(self, ids: np.ndarray, mask: np.ndarray, **options: Any) -> list[np.ndarray]:
             vectors = super().embed_ids(ids, mask, **options)
-            if (ids == 3).any():
+            if (ids == special["house"]).any():
                 raise ValueError("the secret text")
-            return [vector * np.nan if 4 in row else vector for row, vector in zip(ids, vectors, strict=True)]
+            return [
+                vector * np.nan if special["boat"] in row else vector for row, vector in zip(ids, vectors, strict=True)
+            ]
 
-    scheduler = EmbeddingScheduler(Failing(encoder, held=False), Settings(), thread=False)
-    requests = [EmbeddingRequest(np.array(ids)) for ids in ([5, 1], [3, 1], [4, 1], [6, 1])]
-    first, bad, endless, last = scheduler.submit_all([*requests])
-    scheduler.step()
-    assert first.result(0)[0].shape == last.result(0)[0].shape == (256,)
-    for handle, match in ((bad, "failed: ValueError.$"), (endless, "not finite")):
-        with pytest.raises(EngineError, match=match):
-            handle.result(0)
-    now = [0.0]
-    scheduler = EmbeddingScheduler(encoder, Settings(), clock=lambda: now[0], thread=False)
-    (late,) = scheduler.submit_all([EmbeddingRequest(np.array([5, 1]), deadline_s=1)])
-    now[0] = 2
-    scheduler.step()
-    with pytest.raises(DeadlineError):
-        late.result(0)
+    async def ask() -> list[httpx.Response]:
+        async with served(Failing(encoder, held=False)) as (client, scheduler):
+            sent = (client.post("/v1/embeddings", json={"model": "mini", "input": text}) for text in texts)
+            found = await asyncio.gather(*sent)
+            assert scheduler.failures >= 2 and scheduler.is_alive
+            return [*found, await client.get("/metrics")]
+
+    texts = ["tired", "house", "boat", "old"]
+    first, bad, endless, last, metrics = asyncio.run(ask())
+    assert first.status_code == last.status_code == 200 and bad.status_code == endless.status_code == 500
+    assert error_of(bad)["message"] == "The engine failed: ValueError." and "secret" not in caplog.text
+    assert "FloatingPointError" in error_of(endless)["message"] and error_of(endless)["type"] == "server_error"
+    assert 't5accel_failed_total{reason="EngineError"} 2.0' in metrics.text
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,15 @@ from typing import Any
 import numpy as np
 
 from t5accel import machine
-from t5accel.checks import as_count
 from t5accel.encoder import AcceleratedEncoder
 from t5accel.errors import InputError, JobError, first_line
 from t5accel.graphs.atomic_write import locked, staged_file
 from t5accel.serve.batch.formats import RejectedRow, Rows, import_pyarrow, kind_of, read_range
-from t5accel.serve.batch.generate import batches, padded, token_ids
 from t5accel.tokenization import tokenize
 
 COLUMN = "embedding"  # of Parquet
 AT_ONCE = 2000  # rows in memory; texts of similar length among them share a batch
 NOTHING = "Nothing was written."
-
-Write = Callable[[Rows, np.ndarray], None]
 
 
 def embed_file(
@@ -57,48 +53,41 @@ def embed_file(
     (2, (2, 256))
     """
     path, target = Path(given), Path(out)
-    as_count(batch_tokens, "batch_tokens", at_least=1)
-    encoder.embed([], pooling=pooling)  # raises what it would raise of any text
+    encoder.embed([], pooling=pooling, batch_tokens=batch_tokens)  # raises what it would raise of any text
     if pooling == "none":
-        raise InputError("pooling must be mean or first, got 'none', which gives texts matrices of different sizes.")
-    if target.suffix not in (".npy", ".parquet") or target.is_dir():
-        raise InputError(f"{target} must be a file, .npy or .parquet.")
-    if target.resolve() == path.resolve():
-        raise InputError(f"{target} must not be the file that is read. Give another one.")
-    kind = kind_of(path)
+        raise InputError("pooling must be mean or first, got none: a row has one embedding.")
+    if target.suffix not in (".npy", ".parquet") or target.is_dir() or target.resolve() == path.resolve():
+        raise InputError(f"{target} must be a file of its own, .npy or .parquet.")
+    kind, in_parquet = kind_of(path), target.suffix == ".parquet"
     kind.check(path, column, None)
-    facts = _facts(path)
-    # All rows are read once before the first is embedded: a job of hours does not fail at its last row.
-    ranges, first, schemas = [], 1, []
+    facts, first, ranges = _facts(path), 1, []
+    schema = import_pyarrow().schema([]) if in_parquet else None
+    # All rows are read before the first is embedded: a job of hours does not fail at its last row.
     for offset, count in [*kind.ranges(path, AT_ONCE)] or [(0, 0)]:
         rows = read_range(path, offset, count, NOTHING)
         _texts(path, rows, column, first)
-        if target.suffix == ".parquet":
-            schemas.append(_schema(path, rows, column, first))
+        schema = _with_columns(path, schema, rows, column) if in_parquet else None
         ranges.append((offset, count, first))
         first += count
-    width, total = encoder.dims.d_model, first - 1
-    writer = _parquet(path, schemas, column, width) if schemas else _npy(total, width)
+    total, width = first - 1, encoder.dims.d_model
     with locked(target), staged_file(target) as partial:
-        with writer(partial) as write, machine.progress_bar(shown=progress, total=total, unit=" rows") as bar:
+        with (
+            _writer(partial, total, width, schema) as write,
+            machine.progress_bar(shown=progress, total=total, unit=" rows") as bar,
+        ):
             for offset, count, first in ranges:
                 rows = read_range(path, offset, count, NOTHING)
                 texts = [prefix + text for text in _texts(path, rows, column, first)]
-                sources = token_ids(
-                    texts,
-                    lambda texts: tokenize(encoder.tokenizer, texts),
-                    most=encoder.max_source_tokens,
-                    entries=encoder.source_vocab_size,
-                )
-                _check(path, sources, first)
-                vectors = np.empty((count, width), np.float32)
-                for places in batches([*map(len, sources)], batch_tokens):
-                    ids, mask = padded([sources[place] for place in places], encoder.pad_token_id)
-                    vectors[places] = encoder.embed_ids(ids, mask, pooling, normalize)
-                    bar.update(len(places))
-                finite = np.isfinite(vectors).all(axis=1)
-                _check(path, [one or RejectedRow("an embedding that is not finite") for one in finite.tolist()], first)
-                write(rows, vectors)
+                try:
+                    vectors = encoder.embed(texts, pooling=pooling, normalize=normalize, batch_tokens=batch_tokens)
+                except InputError:
+                    for place, text in enumerate(texts, first):
+                        _check(path, place, encoder, text)
+                    raise
+                for place in np.flatnonzero(~np.isfinite(vectors).all(axis=1)):
+                    raise InputError(f"{path}, row {first + place}: its embedding is not finite. {NOTHING}")
+                write(rows.table(column, schema) if in_parquet else None, vectors)
+                bar.update(count)
         if _facts(path) != facts:
             raise JobError(f"{path} was written to while it was read. {NOTHING} Start again.")
     return total
@@ -111,57 +100,44 @@ def _facts(path: Path) -> tuple[int, int]:
 
 def _texts(path: Path, rows: Rows, column: str, first: int) -> list[str]:
     found = rows.texts(column, None)
-    _check(path, found, first)
-    return found
-
-
-def _check(path: Path, found: list[Any], first: int) -> None:
     for place, one in enumerate(found, first):
         if isinstance(one, RejectedRow):
             raise InputError(f"{path}, row {place}: {one.reason}. {NOTHING}")
+    return found
 
 
-def _schema(path: Path, rows: Rows, column: str, first: int) -> Any:
-    fields = rows.fields if hasattr(rows, "fields") else rows.content.schema.names
+def _check(path: Path, place: int, encoder: AcceleratedEncoder, text: str) -> None:
     try:
-        schema = rows.table(column).schema
-    except Exception as error:  # Arrow's of values of several types; it has many kinds
-        raise InputError(
-            f"{path}, rows {first} to {first + len(rows) - 1}: its fields are no columns of Parquet "
-            f"({first_line(error)}). Give .npy."
-        ) from error
-    if len({*fields}) < len(fields) or COLUMN in schema.names:
-        raise InputError(f"{path} must have columns of different names, none of them {COLUMN!r}: rename, or give .npy.")
-    return schema
+        encoder.checked(*tokenize(encoder.tokenizer, [text]))
+    except InputError as error:
+        raise InputError(f"{path}, row {place}: {error} {NOTHING}") from error
 
 
-def _npy(total: int, width: int) -> Callable[[Path], Any]:
-    @contextmanager
-    def writer(path: Path) -> Iterator[Write]:
+def _with_columns(path: Path, schema: Any, rows: Rows, column: str) -> Any:
+    try:
+        made = rows.table(column).schema
+        found = import_pyarrow().unify_schemas([schema, made], promote_options="permissive")
+    except Exception as error:  # of fields of several types; Arrow's are of many kinds
+        raise InputError(f"{path} makes no Parquet ({first_line(error)}). Give .npy.") from error
+    if COLUMN in found.names:
+        raise InputError(f"{path} must have no column {COLUMN!r}, where the embeddings belong. Rename it.")
+    return found
+
+
+@contextmanager
+def _writer(path: Path, total: int, width: int, schema: Any) -> Iterator[Callable[[Any, np.ndarray], Any]]:
+    if schema is None:
         with path.open("wb") as file:
             header = {"descr": "<f4", "fortran_order": False, "shape": (total, width)}
             np.lib.format.write_array_header_1_0(file, header)
-            yield lambda _, vectors: file.write(vectors.astype("<f4", copy=False).tobytes())
-
-    return writer
-
-
-def _parquet(path: Path, schemas: list[Any], column: str, width: int) -> Callable[[Path], Any]:
+            yield lambda _, vectors: file.write(vectors.astype("<f4").tobytes())
+        return
     pyarrow = import_pyarrow()
-    try:
-        schema = pyarrow.unify_schemas(schemas, promote_options="permissive")
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{path} has a field of several types ({first_line(error)}). Give .npy.") from error
+    field = pyarrow.field(COLUMN, pyarrow.list_(pyarrow.float32(), width))
 
-    @contextmanager
-    def writer(target: Path) -> Iterator[Write]:
-        whole = schema.append(pyarrow.field(COLUMN, pyarrow.list_(pyarrow.float32(), width)))
+    def write(table: Any, vectors: np.ndarray) -> None:
+        lists = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), width)
+        file.write_table(table.append_column(field, lists))
 
-        def write(rows: Rows, vectors: np.ndarray) -> None:
-            lists = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), width)
-            file.write_table(rows.table(column, schema).append_column(whole.field(COLUMN), lists))
-
-        with pyarrow.parquet.ParquetWriter(target, whole) as file:
-            yield write
-
-    return writer
+    with pyarrow.parquet.ParquetWriter(path, schema.append(field)) as file:
+        yield write

@@ -113,6 +113,8 @@ class Rows:
     def table(self, column: str, schema: Any = None) -> Any:
         """The rows as an Arrow table, of ``schema`` if it is given."""
         pyarrow = import_pyarrow()
+        if len({*self.fields}) < len(self.fields):
+            raise InputError("two columns have one name")
         found = [self.values(record.decode("utf-8"), column) for record in self.records]
         if schema is not None:
             return pyarrow.Table.from_pylist(found, schema=schema)

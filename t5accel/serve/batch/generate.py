@@ -42,34 +42,6 @@ def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
         first += rows
 
 
-def token_ids(
-    texts: Sequence[str],
-    tokenize: Callable[[list[str]], tuple[np.ndarray, np.ndarray]],
-    *,
-    most: int | None,
-    entries: int,
-) -> list[np.ndarray | RejectedRow]:
-    """The token ids of each text without padding, or why a model of so many ``entries`` does not take it."""
-
-    def of(texts: list[str]) -> list[np.ndarray]:
-        return [ids[mask.astype(bool)] for ids, mask in zip(*tokenize(texts), strict=True)]
-
-    found: list[np.ndarray | RejectedRow] = [RejectedRow("")] * len(texts)
-    for places in batches([len(text) for text in texts], CHARACTERS):  # similar lengths, as tokenizers pad
-        for place, ids in zip(places, _each(of, [texts[place] for place in places]), strict=True):
-            if isinstance(ids, RejectedRow):
-                found[place] = ids
-            elif not len(ids):
-                found[place] = RejectedRow("a text of which the tokenizer makes no token")
-            elif most is not None and len(ids) > most:
-                found[place] = RejectedRow(f"{len(ids)} tokens, and at most {most} are allowed")
-            elif ids.max() >= entries:
-                found[place] = RejectedRow(f"token {ids.max()}, for which the model has no entry")
-            else:
-                found[place] = ids
-    return found
-
-
 def padded(sources: Sequence[np.ndarray], pad_token_id: int) -> tuple[np.ndarray, np.ndarray]:
     """``input_ids`` and ``attention_mask``, both (B, S) int64, of B sources without padding."""
     lengths = np.array([*map(len, sources)])
@@ -133,11 +105,18 @@ class BatchGenerator:
         """
         found: list[Answer | RejectedRow | None] = [None] * len(texts)
         sources: list[tuple[int, np.ndarray]] = []
-        for place, ids in enumerate(token_ids(texts, self._ids, most=self.max_source_tokens, entries=self.entries)):
+        for place, ids in self._tokenised(texts):
             if isinstance(ids, RejectedRow):
                 found[place] = ids
+            elif not len(ids):
+                found[place] = RejectedRow("a text of which the tokenizer makes no token")
+            elif self.max_source_tokens is not None and len(ids) > self.max_source_tokens:
+                found[place] = RejectedRow(f"{len(ids)} tokens, and at most {self.max_source_tokens} are allowed")
+            elif ids.max() >= self.entries:
+                found[place] = RejectedRow(f"token {ids.max()}, for which the model has no entry")
             else:
                 sources.append((place, ids))
+        sources.sort(key=lambda source: source[0])  # texts of one length go together as they stand in the file
         for chosen, tokens in self.tokens([ids for _, ids in sources]):
             if isinstance(tokens, RejectedRow):
                 for i in chosen:
@@ -184,9 +163,16 @@ class BatchGenerator:
         except BaseException:
             raise JobError(f"The model fails on any text ({first_line(error)}). {RESUME}") from error
 
-    def _ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _tokenised(self, texts: Sequence[str]) -> Iterator[tuple[int, np.ndarray | RejectedRow]]:
+        """Yield places and ids; similar lengths are tokenized together, as tokenizers pad."""
+        for places in batches([len(text) for text in texts], CHARACTERS):
+            yield from zip(places, _each(self._ids, [texts[place] for place in places]), strict=True)
+
+    def _ids(self, texts: list[str]) -> list[np.ndarray]:
         ids, masks = tokenize(self.tokenizer, texts)
-        return ids if self._language is None else self._languages.set_language(ids, masks, self._language), masks
+        if self._language is not None:
+            ids = self._languages.set_language(ids, masks, self._language)
+        return [row[mask.astype(bool)] for row, mask in zip(ids, masks, strict=True)]
 
     def _decoded(self, tokens: np.ndarray) -> list[str | RejectedRow]:
         ends = self._rules.eos_tokens(self.backend.eos_token_id)
