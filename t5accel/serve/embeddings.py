@@ -193,8 +193,6 @@ class EmbeddingService(TextService):
         options = dict(pooling=self.settings.pooling, normalize=self.settings.normalize)
         try:
             vectors = self.encoder.embed_ids(*padded(sources, self.encoder.pad_token_id), **options)
-            if not all(np.isfinite(vector).all() for vector in vectors):
-                raise FloatingPointError("an embedding is not finite")
         except BaseException as error:  # a panic of a native library is no Exception
             self.failures += 1
             if len(sources) > 1:  # perhaps one of them is to blame
@@ -204,7 +202,8 @@ class EmbeddingService(TextService):
             return [found]
         self.encoded += len(sources)
         self.metrics.observe("tokens", sum(map(len, sources)))
-        return vectors
+        endless = EngineError("The embedding is not finite: serve the model in fp32 or bf16.")
+        return [vector if np.isfinite(vector).all() else endless for vector in vectors]
 
     def _fail_all(self) -> None:
         for future in [*self._queue, *self._batch]:

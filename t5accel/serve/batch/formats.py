@@ -313,7 +313,7 @@ class ParquetRows(Rows):
             pieces = []
             # Within a group rows can only be read from its first one on: decoding them again is cheap beside answers.
             position = chosen[0][1] if chosen else 0
-            for batch in file.iter_batches(batch_size=rows, row_groups=[group for group, _ in chosen]):
+            for batch in file.iter_batches(batch_size=max(rows, 1), row_groups=[group for group, _ in chosen]):
                 pieces.append(batch.slice(max(offset - position, 0), max(offset + rows - max(position, offset), 0)))
                 position += len(batch)
                 if position >= offset + rows:
