@@ -214,8 +214,9 @@ def embed(
     """Write the embeddings of all rows of a file, by the model's encoder alone; a row without one ends the job."""
     from t5accel.encoder import AcceleratedEncoder
     from t5accel.models.load import require_tokenizer
-    from t5accel.serve.batch.embedding import embed_file
+    from t5accel.serve.batch.embedding import check_files, embed_file
 
+    check_files(given, out, column)
     require_tokenizer(model)
     encoder = AcceleratedEncoder.from_pretrained(
         model, precision=precision and precision.value, threads=threads, max_source_tokens=max_source_tokens

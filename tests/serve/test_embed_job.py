@@ -219,5 +219,6 @@ def test_the_commands(tmp_path, monkeypatch) -> None:
     np.testing.assert_allclose(np.linalg.norm(np.load(tmp_path / "out.npy"), axis=1), 1, atol=1e-5)
     result = call("embed", path, tmp_path / "out.npy", "--pooling", "last")
     assert result.exit_code == 2 and "--pooling must be one of" in result.stderr
-    result = call("embed", tmp_path / "missing.txt", tmp_path / "out.npy", "--model", tmp_path / "encoder")
+    monkeypatch.setattr(AcceleratedEncoder, "from_pretrained", lambda *_, **__: pytest.fail("opened"))
+    result = call("embed", tmp_path / "missing.txt", tmp_path / "out.npy")
     assert result.exit_code == 2 and "missing.txt" in result.stderr and result.stderr.count("\n") == 1

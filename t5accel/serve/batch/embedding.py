@@ -24,6 +24,15 @@ AT_ONCE = 2000  # rows in memory; texts of similar length among them share a bat
 NOTHING = "Nothing was written."
 
 
+def check_files(given: str | os.PathLike[str], out: str | os.PathLike[str], column: str) -> tuple[Path, Path]:
+    """Both paths; raises what `embed_file` raises of them, before a model is opened."""
+    path, target = Path(given), Path(out)
+    kind_of(path).check(path, column, None)
+    if target.suffix not in (".npy", ".parquet") or target.is_dir() or target.resolve() == path.resolve():
+        raise InputError(f"{target} must be a file of its own, .npy or .parquet.")
+    return path, target
+
+
 def embed_file(
     given: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -52,18 +61,14 @@ def embed_file(
     ...     embed_file(given, out, encoder), np.load(out).shape
     (2, (2, 256))
     """
-    path, target = Path(given), Path(out)
+    path, target = check_files(given, out, column)
     encoder.embed([], pooling=pooling, batch_tokens=batch_tokens)  # raises what it would raise of any text
     if pooling == "none":
         raise InputError("pooling must be mean or first, got none: a row has one embedding.")
-    if target.suffix not in (".npy", ".parquet") or target.is_dir() or target.resolve() == path.resolve():
-        raise InputError(f"{target} must be a file of its own, .npy or .parquet.")
-    kind, in_parquet = kind_of(path), target.suffix == ".parquet"
-    kind.check(path, column, None)
-    facts, first, ranges = _facts(path), 1, []
+    in_parquet, facts, first, ranges = target.suffix == ".parquet", _facts(path), 1, []
     schema = import_pyarrow().schema([]) if in_parquet else None
     # All rows are read before the first is embedded: a job of hours does not fail at its last row.
-    for offset, count in [*kind.ranges(path, AT_ONCE)] or [(0, 0)]:
+    for offset, count in [*kind_of(path).ranges(path, AT_ONCE)] or [(0, 0)]:
         rows = read_range(path, offset, count, NOTHING)
         _texts(path, rows, column, first)
         schema = _with_columns(path, schema, rows, column) if in_parquet else None
