@@ -160,6 +160,7 @@ def _lines() -> Iterator[str]:
 
 @app.command()
 def export(
+    context: typer.Context,
     model: AnyModelOption,
     out: Annotated[Path, typer.Option(help="The folder for the export; made if it is missing.")],
     overwrite: OverwriteOption = False,
@@ -179,21 +180,36 @@ def export(
     check_logits: Annotated[
         bool, typer.Option(help="Compare the graphs with the model on one small batch before anything is kept.")
     ] = True,
+    encoder: Annotated[
+        bool, typer.Option("--encoder", help="Write the encoder alone, for embeddings, in fp32, int8 or int4.")
+    ] = False,
 ) -> None:
     """Write a model as ONNX graphs, with all that is needed to run them without torch."""
+    from t5accel.graphs.encoder_export import export_encoder
     from t5accel.graphs.export import export_model
     from t5accel.graphs.export_cache import find_export
     from t5accel.graphs.export_folder import require_free, resolve_target
     from t5accel.precision.convert import convert_export
+    from t5accel.precision.recipes import as_encoder_recipe
 
     if find_export(model):
         raise InputError(f"{model} is an export already. Give the model that it was made from.")
     recipe = precision.value
+    if encoder:
+        for name in ("step", "external_threshold_bytes"):
+            if context.get_parameter_source(name).name == "COMMANDLINE":
+                raise InputError(
+                    f"--{name.replace('_', '-')} is for whole models, and --encoder is given: leave one out."
+                )
+        as_encoder_recipe(recipe)
     require_free(resolve_target(out), model, recipe, overwrite=overwrite)
     options: dict[str, Any] = dict(step=step, progress=True, check_logits=check_logits)
     options["external_threshold_bytes"] = external_threshold_bytes
     status(f"Loading {model} …")
-    if recipe == "fp32":
+    if encoder:
+        checked = dict(overwrite=overwrite, progress=True, check_outputs=check_logits)
+        manifest = export_encoder(model, out, precision=recipe, **checked)
+    elif recipe == "fp32":
         manifest = export_model(model, out, overwrite=overwrite, **options)
     else:
         with TemporaryDirectory() as temporary:

@@ -35,6 +35,9 @@ class Precision(StrEnum):
 ExportPrecision = StrEnum("ExportPrecision", {one.name: one.value for one in Precision if one != "bf16"})
 IntegerPrecision = StrEnum("IntegerPrecision", {one.name: one.value for one in Precision if one.startswith("int")})
 
+_IN_ENCODER = [one for one in Precision if one != "int8-dynamic"]
+EncoderPrecision = StrEnum("EncoderPrecision", {**{one.name: one.value for one in _IN_ENCODER}, "AUTO": "auto"})
+
 
 class Runtime(StrEnum):
     """The libraries that run a model."""

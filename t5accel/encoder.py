@@ -160,7 +160,7 @@ class AcceleratedEncoder:
             as_count(most, "max_source_tokens", at_least=1)
         self.folder, self.precision, self.tokenizer = folder, precision, tokenizer
         self.dims, self.pad_token_id = spec.dims, spec.tokens["pad_token_id"]
-        self._entries = spec.source_vocab_size or spec.dims.vocab_size
+        self.source_vocab_size = spec.source_vocab_size or spec.dims.vocab_size
         self.max_source_tokens = min((n for n in (most, spec.positions) if n is not None), default=None)
 
     @cached_property
@@ -185,8 +185,7 @@ class AcceleratedEncoder:
 
     def encode(self, input_ids: Any, attention_mask: Any = None) -> np.ndarray:
         """Hidden states (B, S, d_model) float32 of token ids (B, S); without a mask every position counts."""
-        ids, mask = self._checked(input_ids, attention_mask)
-        return self._numpy(ids, mask) if self._module is None else self._torch(ids, mask).float().cpu().numpy()
+        return self._states(*self.checked(input_ids, attention_mask))
 
     def __call__(
         self, input_ids: Any = None, attention_mask: Any = None, return_dict: bool | None = None, **options: Any
@@ -203,7 +202,7 @@ class AcceleratedEncoder:
                 raise InputError(f"{name} is not supported here: leave it out, or use transformers' own encoder.")
         if input_ids is None:
             raise InputError("input_ids must be token ids (B, S), got None.")
-        ids, mask = self._checked(input_ids, attention_mask)
+        ids, mask = self.checked(input_ids, attention_mask)
         hidden = torch.from_numpy(self._numpy(ids, mask)) if self._module is None else self._torch(ids, mask)
         hidden = hidden.to(getattr(input_ids, "device", "cpu"))
         return (hidden,) if return_dict is False else BaseModelOutput(last_hidden_state=hidden)
@@ -230,17 +229,26 @@ class AcceleratedEncoder:
         as_count(batch_tokens, "batch_tokens", at_least=1)
         found: list[Any] = [None] * len(texts)
         for rows, ids, mask in self._batches(texts, batch_tokens):
-            hidden, mask = self.encode(ids, mask), mask.astype(bool)
-            for row, states, real in zip(rows, hidden, mask, strict=True):
-                vector = states[real]
-                if pooling != "none":
-                    vector = vector.mean(axis=0) if pooling == "mean" else vector[0]
-                if normalize:
-                    vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)
+            for row, vector in zip(rows, self.embed_ids(ids, mask, pooling, normalize), strict=True):
                 found[row] = vector
         if pooling == "none":
             return found
         return np.stack(found) if found else np.empty((0, self.dims.d_model), np.float32)
+
+    def embed_ids(
+        self, input_ids: Any, attention_mask: Any = None, pooling: str = "mean", normalize: bool = False
+    ) -> list[np.ndarray]:
+        """Embeddings of token ids (B, S), pooled as by `embed`."""
+        ids, mask = self.checked(input_ids, attention_mask)
+        found = []
+        for states, real in zip(self._states(ids, mask), mask.astype(bool), strict=True):
+            vector = states[real]
+            if pooling != "none":
+                vector = vector.mean(axis=0) if pooling == "mean" else vector[0]
+            if normalize:
+                vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)
+            found.append(vector)
+        return found
 
     def as_module(self) -> torch.nn.Module:
         """A ``torch.nn.Module`` around this encoder.
@@ -271,15 +279,19 @@ class AcceleratedEncoder:
             if row is not None:
                 rows.append(row)
 
-    def _checked(self, input_ids: Any, attention_mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    def checked(self, input_ids: Any, attention_mask: Any = None) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and mask (B, S) int64; ``InputError`` where the encoder does not take them."""
         given = [one.cpu() if hasattr(one, "cpu") else one for one in (input_ids, attention_mask)]
         mask = np.ones(np.shape(given[0]), np.int64) if given[1] is None else given[1]
-        ids, mask = as_batch(given[0], mask, vocab_size=self._entries)
+        ids, mask = as_batch(given[0], mask, vocab_size=self.source_vocab_size)
         if self.max_source_tokens is not None and ids.shape[1] > self.max_source_tokens:
             raise InputError(
                 f"A text must have at most max_source_tokens, {self.max_source_tokens}, got {ids.shape[1]}: split it."
             )
         return np.ascontiguousarray(ids), np.ascontiguousarray(mask)
+
+    def _states(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return self._numpy(ids, mask) if self._module is None else self._torch(ids, mask).float().cpu().numpy()
 
     def _numpy(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         hidden = np.empty((*ids.shape, self.dims.d_model), np.float32)

@@ -1,4 +1,4 @@
-"""Write a folder atomically, one process at a time."""
+"""Write a folder or file atomically, one process at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from t5accel.errors import ExportError
+from t5accel.errors import ExportError, T5AccelError
 
 PATIENCE_S = 5  # waiting for the lock in silence
 _REMNANT = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{32}\.(?:partial|old)", re.DOTALL)
@@ -106,6 +106,25 @@ def staged(target: Path) -> Iterator[Path]:
             for remnant in (folder, old):
                 shutil.rmtree(remnant, ignore_errors=True)
     except ExportError:
+        raise
+    except OSError as error:
+        raise ExportError(f"{target} could not be written: {reason(error)}. Nothing was left behind.") from error
+
+
+@contextmanager
+def staged_file(target: Path) -> Iterator[Path]:
+    """As `staged`, of one file; it replaces a file that is there."""
+    folder = target.parent / f".{target.name}.{uuid4().hex}.partial"
+    try:
+        try:
+            folder.mkdir()
+            yield folder / target.name
+            flush(folder / target.name)
+            os.replace(folder / target.name, target)
+            flush(target.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    except T5AccelError:
         raise
     except OSError as error:
         raise ExportError(f"{target} could not be written: {reason(error)}. Nothing was left behind.") from error

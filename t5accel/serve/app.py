@@ -24,7 +24,7 @@ from t5accel.serve.monitoring import log
 from t5accel.serve.request import RequestHandle
 from t5accel.serve.scheduler import ENDS
 from t5accel.serve.schemas import Completion, Generate
-from t5accel.serve.service import Service
+from t5accel.serve.service import Service, TextService
 from t5accel.serve.settings import Settings
 
 VERSION = getattr(sys.modules["t5accel"], "__version__", "unknown")  # not imported: the package stands above
@@ -76,17 +76,8 @@ async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool
     return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
-    """The application around a backend; its lifespan ends the engine's thread.
-
-    >>> from t5accel.api import open_backend
-    >>> app = make_app(*open_backend("mini", progress=False)[:2], Settings())
-    >>> sorted(path for path in app.openapi()["paths"] if path.startswith("/v1"))
-    ['/v1/completions', '/v1/models', '/v1/models/{name}']
-    >>> app.state.service.close()
-    """
-    service = Service(backend, tokenizer, settings)
-    scheduler, name = service.scheduler, settings.public_name
+def empty_app(service: TextService) -> FastAPI:
+    """An application with limits and without routes; its lifespan ends the engine's thread."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -105,110 +96,49 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(RequestLimits, settings=settings, metrics=service.metrics)
+    app.add_middleware(RequestLimits, settings=service.settings, metrics=service.metrics)
+    return app
 
-    def post(
-        path: str, schema: type[Generate | Completion], shape: type[BaseModel], event: type[BaseModel]
-    ) -> Callable[..., Any]:
-        """Add a route that reads ``schema``, and answers errors in OpenAI's shape."""
-        content = {"application/json": {"schema": schemas.inlined(schema.model_json_schema())}}
-        is_openai = path.startswith("/v1/")
-        errors = (400, 404 if is_openai else 422, 408, 413, 415, 429, 500, 503, 504)
 
-        def add(answer: Callable[[Any, Request], Awaitable[Response]]) -> None:
-            async def route(request: Request) -> Response:
-                try:
-                    body = await request.body()
-                    size = len(body) // BYTES
-                    return await answer(await service.in_worker(schema.model_validate_json, body, size=size), request)
-                except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
-                    return _refusal(error, openai=is_openai)
+def post(
+    app: FastAPI, path: str, schema: type[BaseModel], shape: type[BaseModel], event: type[BaseModel] | None = None
+) -> Callable[..., Any]:
+    """Add a route that reads ``schema``, and answers errors in OpenAI's shape."""
+    service, content = app.state.service, {"application/json": {"schema": schemas.inlined(schema.model_json_schema())}}
+    is_openai = path.startswith("/v1/")
+    errors = (400, 404 if is_openai else 422, 408, 413, 415, 429, 500, 503, 504)
 
-            route.__name__, route.__doc__ = answer.__name__, schema.__doc__
-            app.post(
-                path,
-                openapi_extra={"requestBody": {"content": content, "required": True}},
-                response_model=None,
-                responses=schemas.openapi_responses(shape, *errors, event=event),
-            )(route)
+    def add(answer: Callable[[Any, Request], Awaitable[Response]]) -> None:
+        async def route(request: Request) -> Response:
+            try:
+                body = await request.body()
+                size = len(body) // BYTES
+                return await answer(await service.in_worker(schema.model_validate_json, body, size=size), request)
+            except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
+                return _refusal(error, openai=is_openai)
 
-        return add
+        route.__name__, route.__doc__ = answer.__name__, schema.__doc__
+        app.post(
+            path,
+            openapi_extra={"requestBody": {"content": content, "required": True}},
+            response_model=None,
+            responses=schemas.openapi_responses(shape, *errors, event=event),
+        )(route)
 
-    @post("/generate", Generate, schemas.GenerateResponse, schemas.GenerateEvent)
-    async def generate(asked: Generate, request: Request) -> Response:
-        handles = await service.submit(asked)
-        if asked.stream:
+    return add
 
-            def events(index: int, piece: str, last: bool) -> str:
-                event = {"index": index, "text": piece}
-                if last:
-                    handle = handles[index]
-                    event |= {"tokens": len(handle.tokens), "ended": handle.answers[0].ended}
-                    event["timings"] = _timings(handle)
-                return _event(event)
 
-            return await _streamed(service.pieces(handles, asked), events)
-        await service.wait(handles, request)
-        answers = [
-            {
-                "texts": await service.texts(handle.answers, asked),
-                "scores": [answer.score for answer in handle.answers],
-                "tokens": [len(answer.tokens) for answer in handle.answers],
-                "ended": [answer.ended for answer in handle.answers],
-                "source_tokens": len(handle.request.input_ids),
-                "encoder_reused": handle.reused,
-                "timings": _timings(handle),
-            }
-            for handle in handles
-        ]
-        seed = handles[0].request.seed if asked.do_sample else None
-        return JSONResponse({"model": name, "seed": seed, "answers": answers})
+def require_model(asked: str, name: str) -> None:
+    """Raise ``HTTPError`` for any model but the one that is served."""
+    if asked != name:
+        message = f"There is no model {asked[:80]!r} here, but {name!r}."
+        raise HTTPError(404, message, param="model", code="model_not_found")
 
-    @post("/v1/completions", Completion, schemas.CompletionResponse, schemas.CompletionResponse)
-    async def completions(asked: Completion, request: Request) -> Response:
-        if asked.model != name:
-            message = f"There is no model {asked.model[:80]!r} here, but {name!r}."
-            raise HTTPError(404, message, param="model", code="model_not_found")
-        wanted = asked.generate()
-        handles = await service.submit(wanted)
-        content: dict[str, Any] = {
-            "id": f"cmpl-{service.started_s}-{handles[0].number}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": name,
-        }
 
-        def choice(index: int, text: str, ended: bool | None) -> dict[str, Any]:
-            reason = None if ended is None else "stop" if ended else "length"
-            return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-
-        def usage() -> dict[str, int]:
-            given = sum(len(handle.request.input_ids) for handle in handles)
-            written = sum(len(answer.tokens) for handle in handles for answer in handle.answers)
-            return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
-
-        if asked.stream:
-            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            nulls = {"usage": None} if with_usage else {}
-            streaming = len(handles)
-
-            def events(index: int, piece: str, last: bool) -> str:
-                nonlocal streaming
-                ended = handles[index].answers[0].ended if last else None
-                text = _event({**content, "choices": [choice(index, piece, ended)], **nulls})
-                streaming -= last
-                if not streaming:
-                    text += _event({**content, "choices": [], "usage": usage()}) if with_usage else ""
-                    text += DONE
-                return text
-
-            return await _streamed(service.pieces(handles, wanted), events)
-        await service.wait(handles, request)
-        answers = [answer for handle in handles for answer in handle.answers]
-        both = zip(await service.texts(answers, wanted), answers, strict=True)
-        choices = [choice(index, text, answer.ended) for index, (text, answer) in enumerate(both)]
-        return JSONResponse({**content, "choices": choices, "usage": usage()})
-
+def add_get_routes(app: FastAPI) -> None:
+    """Add the routes that every server has, behind its own."""
+    service = app.state.service
+    scheduler, settings, name = service.scheduler, service.settings, service.settings.public_name
     model = {"id": name, "object": "model", "created": service.started_s, "owned_by": "t5accel"}
 
     def get(
@@ -281,4 +211,91 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
         paths = app.openapi()["paths"].items()
         return [f"{method.upper()} {path}" for path, methods in paths for method in methods] + ["GET /docs"]
 
+
+def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
+    """The application around a backend; its lifespan ends the engine's thread.
+
+    >>> from t5accel.api import open_backend
+    >>> app = make_app(*open_backend("mini", progress=False)[:2], Settings())
+    >>> sorted(path for path in app.openapi()["paths"] if path.startswith("/v1"))
+    ['/v1/completions', '/v1/models', '/v1/models/{name}']
+    >>> app.state.service.close()
+    """
+    service, name = Service(backend, tokenizer, settings), settings.public_name
+    app = empty_app(service)
+
+    @post(app, "/generate", Generate, schemas.GenerateResponse, schemas.GenerateEvent)
+    async def generate(asked: Generate, request: Request) -> Response:
+        handles = await service.submit(asked)
+        if asked.stream:
+
+            def events(index: int, piece: str, last: bool) -> str:
+                event = {"index": index, "text": piece}
+                if last:
+                    handle = handles[index]
+                    event |= {"tokens": len(handle.tokens), "ended": handle.answers[0].ended}
+                    event["timings"] = _timings(handle)
+                return _event(event)
+
+            return await _streamed(service.pieces(handles, asked), events)
+        await service.wait(handles, request)
+        answers = [
+            {
+                "texts": await service.texts(handle.answers, asked),
+                "scores": [answer.score for answer in handle.answers],
+                "tokens": [len(answer.tokens) for answer in handle.answers],
+                "ended": [answer.ended for answer in handle.answers],
+                "source_tokens": len(handle.request.input_ids),
+                "encoder_reused": handle.reused,
+                "timings": _timings(handle),
+            }
+            for handle in handles
+        ]
+        seed = handles[0].request.seed if asked.do_sample else None
+        return JSONResponse({"model": name, "seed": seed, "answers": answers})
+
+    @post(app, "/v1/completions", Completion, schemas.CompletionResponse, schemas.CompletionResponse)
+    async def completions(asked: Completion, request: Request) -> Response:
+        require_model(asked.model, name)
+        wanted = asked.generate()
+        handles = await service.submit(wanted)
+        content: dict[str, Any] = {
+            "id": f"cmpl-{service.started_s}-{handles[0].number}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": name,
+        }
+
+        def choice(index: int, text: str, ended: bool | None) -> dict[str, Any]:
+            reason = None if ended is None else "stop" if ended else "length"
+            return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+        def usage() -> dict[str, int]:
+            given = sum(len(handle.request.input_ids) for handle in handles)
+            written = sum(len(answer.tokens) for handle in handles for answer in handle.answers)
+            return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
+
+        if asked.stream:
+            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            nulls = {"usage": None} if with_usage else {}
+            streaming = len(handles)
+
+            def events(index: int, piece: str, last: bool) -> str:
+                nonlocal streaming
+                ended = handles[index].answers[0].ended if last else None
+                text = _event({**content, "choices": [choice(index, piece, ended)], **nulls})
+                streaming -= last
+                if not streaming:
+                    text += _event({**content, "choices": [], "usage": usage()}) if with_usage else ""
+                    text += DONE
+                return text
+
+            return await _streamed(service.pieces(handles, wanted), events)
+        await service.wait(handles, request)
+        answers = [answer for handle in handles for answer in handle.answers]
+        both = zip(await service.texts(answers, wanted), answers, strict=True)
+        choices = [choice(index, text, answer.ended) for index, (text, answer) in enumerate(both)]
+        return JSONResponse({**content, "choices": choices, "usage": usage()})
+
+    add_get_routes(app)
     return app

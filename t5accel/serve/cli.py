@@ -1,4 +1,4 @@
-"""The commands `serve` and `batch`."""
+"""The commands `serve`, `batch` and `embed`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from t5accel.cli_options import (
     BeamsOption,
+    EncoderPrecision,
     ExportPrecisionOption,
     ForcedBos,
     KeepSpecialTokens,
@@ -20,6 +21,7 @@ from t5accel.cli_options import (
     NewTokensOption,
     SourceLanguage,
     TargetLanguage,
+    ThreadsOption,
     kept,
 )
 from t5accel.errors import InputError, MissingPackageError, install
@@ -186,3 +188,40 @@ def batch(
         raise InputError(f"Every row was rejected, {whole.rejected} of them: see {out}/_rejects for the reasons.")
     if strict and whole.rejected:
         raise InputError(f"{whole.rejected} rows were rejected: see {out}/_rejects for the reasons.")
+
+
+@serving.command()
+def embed(
+    given: Annotated[str, typer.Argument(metavar="IN", help="A file: .jsonl, .csv, .parquet, .txt.")],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The file to write or replace: .npy, or .parquet with all columns.")
+    ],
+    model: ModelOption = "mini",
+    column: Annotated[str, typer.Option(help="The column of the texts.")] = "text",
+    precision: Annotated[
+        EncoderPrecision | None,
+        typer.Option(help="The precision to run in; auto: bf16 where it is faster. Default: fp32; an export's own."),
+    ] = None,
+    pooling: Annotated[str, typer.Option(help="mean of a text's tokens, or first.")] = "mean",
+    normalize: Annotated[bool, typer.Option("--normalize", help="Scale embeddings to length 1.")] = False,
+    prefix: Annotated[str, typer.Option(help="Put this before every text: 'query: '.")] = "",
+    threads: ThreadsOption = None,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="The most padded tokens that are computed at once.")] = 2048,
+    max_source_tokens: Annotated[
+        int, typer.Option(min=1, help="The most tokens that a text may have; a longer one ends the job.")
+    ] = 512,
+) -> None:
+    """Write the embeddings of all rows of a file, by the model's encoder alone; a row without one ends the job."""
+    from t5accel.encoder import AcceleratedEncoder
+    from t5accel.models.load import require_tokenizer
+    from t5accel.serve.batch.embedding import check_files, embed_file
+
+    check_files(given, out, column)
+    require_tokenizer(model)
+    encoder = AcceleratedEncoder.from_pretrained(
+        model, precision=precision and precision.value, threads=threads, max_source_tokens=max_source_tokens
+    )
+    options = dict(column=column, prefix=prefix, pooling=pooling, normalize=normalize, batch_tokens=batch_tokens)
+    with kept(f"{out} was not written."):
+        rows = embed_file(given, out, encoder, progress=True, **options)
+    typer.echo(f"{out}: {rows} rows of {encoder.dims.d_model} numbers, {encoder.precision}")

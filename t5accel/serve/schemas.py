@@ -31,7 +31,9 @@ _HANDED_ON = (
 )
 
 
-class _Asked(BaseModel):
+class Asked(BaseModel):
+    """A request's body; unknown fields are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     neutral: ClassVar[dict[str, Any]] = {}  # fields that are accepted at this value alone, where they change nothing
@@ -45,10 +47,10 @@ class _Asked(BaseModel):
         for name, value in given.items():
             if name not in cls.model_fields:
                 name = name[:80]
-                raise _unsupported(name, f"{name} is not supported: leave it out.")
+                raise unsupported(name, f"{name} is not supported: leave it out.")
             if value is not None and name in cls.neutral and value != (only := cls.neutral[name]):
                 allowed = "null" if only is None else f"{json.dumps(only)} or null"
-                raise _unsupported(name, f"{name} must be {allowed}, got {json.dumps(value)[:40]}. Leave it out.")
+                raise unsupported(name, f"{name} must be {allowed}, got {json.dumps(value)[:40]}. Leave it out.")
             if isinstance(value, list) and not all(isinstance(item, str) for item in value):
                 message = f"{name} must be a text or a list of texts, got other items. Token ids are not supported."
                 raise HTTPError(422, message, param=name)
@@ -56,11 +58,12 @@ class _Asked(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
-def _unsupported(name: str, message: str) -> HTTPError:
+def unsupported(name: str, message: str) -> HTTPError:
+    """The refusal of a field, or of its value."""
     return HTTPError(400, message, param=name, code="unsupported_parameter")
 
 
-class _Common(_Asked):
+class _Common(Asked):
     """Fields of every route that generates."""
 
     stop: str | list[str] | None = Field(
@@ -145,7 +148,7 @@ class Generate(_Common):
         )
 
 
-class StreamOptions(_Asked):
+class StreamOptions(Asked):
     """Options of a completion that streams."""
 
     neutral = {"include_obfuscation": False}
@@ -191,7 +194,7 @@ class Completion(_Common):
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options given without stream.")
         if self.best_of not in (None, self.n):
-            raise _unsupported("best_of", f"best_of must be n, {self.n}, or null, got {self.best_of}. Leave it out.")
+            raise unsupported("best_of", f"best_of must be n, {self.n}, or null, got {self.best_of}. Leave it out.")
         drawn = bool(self.temperature)
         if not drawn and (self.top_p not in (None, 1) or self.n != 1):
             raise InputError("top_p and n need a temperature above 0: without one the likeliest tokens are taken.")

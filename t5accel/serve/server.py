@@ -21,15 +21,17 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from t5accel.api import open_backend
+from t5accel.encoder import AcceleratedEncoder
 from t5accel.errors import InputError
 from t5accel.machine import cpu_threads
 from t5accel.models.load import require_tokenizer
 from t5accel.precision.recipes import as_recipe
+from t5accel.serve import embeddings
 from t5accel.serve.app import make_app
 from t5accel.serve.limits import needs_unbatched_encoding
 from t5accel.serve.middleware import HEALTH, HTTPError, error_response
 from t5accel.serve.monitoring import RateLimit, configure, log, open_log
-from t5accel.serve.settings import Settings, is_loopback, refuse_misspelt
+from t5accel.serve.settings import EMBED_PRECISIONS, OF_TASK, Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; others stay in our memory
 RESERVE = 32  # connections beyond the limit, which get answers about health alone
@@ -239,8 +241,16 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
                 "--allow-unauthenticated to serve everybody."
             )
         log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
-    recipe = as_recipe(settings.precision or "fp32")
-    needs_unbatched_encoding(recipe)
+    for task, names in OF_TASK.items():
+        for name in names:
+            if task != settings.task and getattr(settings, name) != Settings.model_fields[name].default:
+                raise InputError(f"{name} is for task {task}, and the task is {settings.task}. Leave it out.")
+    if settings.task == "generate":
+        recipe = as_recipe(settings.precision or "fp32")
+        needs_unbatched_encoding(recipe)
+    elif settings.precision not in (None, *EMBED_PRECISIONS):
+        allowed = ", ".join(EMBED_PRECISIONS)
+        raise InputError(f"precision must be one of {allowed} with task embed, got {settings.precision!r:.80}.")
     if settings.device == "cuda":
         if recipe.integers:
             raise InputError(
@@ -320,16 +330,20 @@ def create_app(settings: Settings) -> FastAPI:
     """
     require_tokenizer(settings.model)
     log.info("opening %s", settings.public_name)
-    backend, tokenizer, what = open_backend(
-        settings.model,
+    options = dict(
         precision=settings.precision,
         device=settings.device,
         threads=settings.threads,
         progress=settings.log_format == "text",
     )
-    if tokenizer is None:
-        raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
-    app = make_app(backend, tokenizer, settings)
+    if settings.task == "embed":
+        encoder = AcceleratedEncoder.from_pretrained(settings.model, **options)
+        app, what = embeddings.make_app(encoder, settings), f"its encoder in {encoder.precision}"
+    else:
+        backend, tokenizer, what = open_backend(settings.model, **options)
+        if tokenizer is None:
+            raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
+        app = make_app(backend, tokenizer, settings)
     sys.setswitchinterval(SWITCH_S)
     log.info("%s by %s, %s", settings.model, what, app.state.service.scheduler.static_reason or "running batches")
     return app

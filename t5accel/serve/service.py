@@ -30,19 +30,40 @@ SMALL = 1000  # characters or tokens that take less than a millisecond
 EVENTS_S = 0.02  # of one stream: tokens that come sooner after each other are one event
 
 
-class Service:
+class TextService:
+    """What every service of texts has; a base class."""
+
+    def __init__(self, tokenizer: Any, settings: Settings):
+        self.settings, self.tokenizer, self.metrics = settings, tokenizer, Metrics()
+        self.started_s = int(time.time())
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
+
+    def texts_with(self, prefix: str, given: str | list[str], name: str) -> list[str]:
+        """The texts of the field ``name``, each with the prefix; ``HTTPError``: none, or too many."""
+        texts = [given] if isinstance(given, str) else given
+        if not 1 <= len(texts) <= self.settings.max_texts:
+            message = f"{name} must hold 1 to {self.settings.max_texts} texts, got {len(texts)} texts."
+            raise HTTPError(422, message, param=name)
+        return [prefix + text for text in texts]
+
+    async def in_worker(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
+        """Call a slow function outside the event loop; ``size`` counts characters or tokens."""
+        if size <= SMALL:  # another thread would cost more than the call
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
+
+
+class Service(TextService):
     """A scheduler that takes and returns texts."""
 
     def __init__(self, backend: Backend, tokenizer: Any, settings: Settings):
-        self.settings, self.tokenizer, self.metrics = settings, tokenizer, Metrics()
+        super().__init__(tokenizer, settings)
         self.backend, self.languages = backend, Languages(tokenizer)
         self.rules = getattr(backend, "rules", NO_CONSTRAINTS)
         self.ends = self.rules.eos_tokens(backend.eos_token_id)
-        self.started_s = int(time.time())
         self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, notify=self._notify)
         self.metrics.watch(self.scheduler)
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
 
     def close(self) -> None:
         """End its threads."""
@@ -59,12 +80,8 @@ class Service:
 
     async def submit(self, asked: Generate) -> list[RequestHandle]:
         """Return a handle for each text; refuse bad requests before tokenization."""
-        texts = [asked.text] if isinstance(asked.text, str) else asked.text
-        if not 1 <= len(texts) <= self.settings.max_texts:
-            message = f"text must hold 1 to {self.settings.max_texts} texts, got {len(texts)} texts."
-            raise HTTPError(422, message, param="text")
         prefix = self.settings.prefix if asked.prefix is None else asked.prefix
-        texts = [prefix + text for text in texts]
+        texts = self.texts_with(prefix, asked.text, "text")
         stops = self._stops(asked)
         first = self.languages.target(self.backend, asked.tgt_lang, asked.forced_bos_token)
         language = None if asked.src_lang is None else self.languages.source(asked.src_lang)
@@ -84,12 +101,6 @@ class Service:
         if self.settings.log_texts:
             log.info("requests %s: %s", [handle.number for handle in handles], json.dumps(texts, ensure_ascii=False))
         return handles
-
-    async def in_worker(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
-        """Call a slow function outside the event loop; ``size`` counts characters or tokens."""
-        if size <= SMALL:  # another thread would cost more than the call
-            return function(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def _tokens(self, text: str, truncate: bool, language: int | None = None) -> list[int]:
         most, batch = self.settings.max_source_tokens, self.tokenizer([text], return_tensors="np", padding=True)

@@ -17,6 +17,12 @@ from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.monitoring import Form, Level
 
 PREFIX = "T5ACCEL_"
+OF_TASK = {  # settings of one task, which the other would silently leave aside
+    "embed": ["pooling", "normalize", "batch_tokens"],
+    "generate": "device engine address replicas replicas_min max_batch_rows key_value_mb max_queued_tokens max_beams "
+    "max_new_tokens max_prefill_stall_ms prefill_share encoder_cache_mb".split(),
+}
+EMBED_PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4", "auto")
 OTHERS = {"CACHE", "TRACEBACK", "COMMIT"}  # variables of other parts
 
 
@@ -33,10 +39,14 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, allow_inf_nan=False)
 
+    task: Literal["generate", "embed"] = Field(
+        "generate", description="generate, or embed: embeddings of texts by the model's encoder alone."
+    )
     model: str = Field("mini", description="mini, mini-d1, mini-d1p, a folder, or a hub id.")
     precision: str | None = Field(
         None,
-        description="fp32, fp16, bf16, int8 or int4; on a GPU one of the first three. Default: fp32; an export's own.",
+        description="fp32, fp16, bf16, int8 or int4; on a GPU one of the first three; with task embed also auto. "
+        "Default: fp32; an export's own.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda: the first GPU, by PyTorch.")
     prefix: str = Field("", description="Text in front of every source whose request has no prefix field.")
@@ -66,6 +76,9 @@ class Settings(BaseSettings):
     max_source_tokens: int = Field(512, ge=1, description="Maximum tokens of a source.")
     max_new_tokens: int = Field(512, ge=1, description="Maximum tokens of an answer.")
     max_texts: int = Field(64, ge=1, description="Maximum texts per request.")
+    pooling: Literal["mean", "first"] = Field("mean", description="With task embed: mean of a text's tokens, or first.")
+    normalize: bool = Field(False, description="With task embed: scale embeddings to length 1.")
+    batch_tokens: int = Field(2048, ge=1, description="With task embed: maximum padded tokens computed at once.")
     max_prefill_stall_ms: float = Field(
         50.0, ge=0, description="Maximum milliseconds that running answers wait while new sources are encoded."
     )

@@ -60,7 +60,7 @@ def refused(*arguments: object, app: Any = app) -> str:
 
 
 def test_these_are_the_commands():
-    assert {"batch", "distill", "doctor", "export", "prune", "quantize", "run", "serve"} == set(COMMANDS)
+    assert {"batch", "distill", "doctor", "embed", "export", "prune", "quantize", "run", "serve"} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

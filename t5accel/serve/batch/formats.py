@@ -48,7 +48,7 @@ def text_of(value: Any) -> str | RejectedRow:
 class Rows:
     """A range of rows of one file, in memory.
 
-    ``column`` is the name of the texts, ``into`` that of the answers.
+    ``column`` is the name of the texts, ``into`` that of the answers, if there will be any.
     """
 
     suffix: ClassVar[str] = ".jsonl"  # of output files
@@ -57,7 +57,7 @@ class Rows:
         self.records, self.fields = records, fields
 
     @classmethod
-    def check(cls, path: Path, column: str, into: str) -> None:
+    def check(cls, path: Path, column: str, into: str | None) -> None:
         """Raise ``InputError`` for an unreadable file or wrong columns."""
         with path.open("rb") as file:
             beginning = file.read(SNIFFED)
@@ -97,7 +97,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.records)
 
-    def texts(self, column: str, into: str) -> list[str | RejectedRow]:
+    def texts(self, column: str, into: str | None) -> list[str | RejectedRow]:
         """The text or the rejection of each row."""
         found: list[str | RejectedRow] = []
         for record in self.records:
@@ -107,8 +107,23 @@ class Rows:
                 found.append(RejectedRow("not UTF-8"))
         return found
 
-    def text(self, record: str, column: str, into: str) -> str | RejectedRow:
+    def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
         """The text of one record."""
+
+    def table(self, column: str, schema: Any = None) -> Any:
+        """The rows as an Arrow table, of ``schema`` if it is given."""
+        pyarrow = import_pyarrow()
+        if len({*self.fields}) < len(self.fields):
+            raise InputError("two columns have one name")
+        found = [self.values(record.decode("utf-8"), column) for record in self.records]
+        if schema is not None:
+            return pyarrow.Table.from_pylist(found, schema=schema)
+        names = dict.fromkeys([*self.fields, *(name for row in found for name in row)])
+        return pyarrow.table({name: [row.get(name) for row in found] for name in names})
+
+    def values(self, record: str, column: str) -> dict[str, Any]:
+        """The fields of one record."""
+        return {column: record.rstrip("\r\n")}
 
     def shown(self, row: int) -> str:
         """The beginning of a row, for the file of rejects."""
@@ -133,7 +148,7 @@ class Rows:
 class JsonRows(Rows):
     """One JSON object per line; the answer becomes its last field."""
 
-    def text(self, record: str, column: str, into: str) -> str | RejectedRow:
+    def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
         try:
             row = json.loads(record)
         except json.JSONDecodeError as error:
@@ -146,6 +161,9 @@ class JsonRows(Rows):
             return RejectedRow(f"no field {column!r}")
         return RejectedRow(f"a field {into!r}, where the answer belongs") if into in row else text_of(row[column])
 
+    def values(self, record: str, column: str) -> dict[str, Any]:
+        return json.loads(record)
+
     def answered(self, record: str, answer: str, column: str, into: str) -> str:
         field = f"{json.dumps(into, ensure_ascii=False)}: {json.dumps(answer, ensure_ascii=False)}"
         return f"{record.rstrip().removesuffix('}')}, {field}}}\n"  # there is a field before it, that of the text
@@ -154,7 +172,7 @@ class JsonRows(Rows):
 class TextRows(Rows):
     """One text per line; answers may have several, in JSON Lines."""
 
-    def text(self, record: str, column: str, into: str) -> str | RejectedRow:
+    def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
         return text_of(record.rstrip("\r\n"))
 
     def answered(self, record: str, answer: str, column: str, into: str) -> str:
@@ -197,12 +215,12 @@ class CsvRows(Rows):
             ) from error
 
     @classmethod
-    def check(cls, path: Path, column: str, into: str) -> None:
+    def check(cls, path: Path, column: str, into: str | None) -> None:
         super().check(path, column, into)
         with path.open("rb") as file:
             _check_columns(path, cls.begin(file)[1], column, into)
 
-    def text(self, record: str, column: str, into: str) -> str | RejectedRow:
+    def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
         try:
             values = _fields(record)
         except csv.Error as error:
@@ -210,6 +228,9 @@ class CsvRows(Rows):
         if len(values) != len(self.fields):
             return RejectedRow(f"{len(values)} fields where the header has {len(self.fields)}")
         return text_of(values[self.fields.index(column)])
+
+    def values(self, record: str, column: str) -> dict[str, Any]:
+        return dict(zip(self.fields, _fields(record), strict=True))
 
     def header(self, into: str) -> str:
         return _line([*self.fields, into])
@@ -238,29 +259,37 @@ def _why(error: Exception) -> str:
     return str(error).partition(" - ")[0]  # behind the dash is advice to programmers
 
 
+def import_pyarrow() -> Any:
+    """The package that Parquet needs."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingPackageError(f"Parquet needs pyarrow: {install('batch')}.") from error
+    return pyarrow
+
+
 class ParquetRows(Rows):
     """An Arrow table; the output adds a column of strings."""
 
     suffix = ".parquet"
 
-    def __init__(self, table: Any):
-        self.table = table
+    def __init__(self, content: Any):
+        self.content = content
 
     @staticmethod
     def open(path: Path) -> Any:
         """The file, of which only the end is read."""
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError as error:
-            raise MissingPackageError(f"Parquet needs pyarrow: {install('batch')}.") from error
+        pyarrow = import_pyarrow()
+        from pyarrow import parquet
+
         try:
             return parquet.ParquetFile(path, buffer_size=1 << 20)  # not whole columns at once
         except pyarrow.ArrowInvalid as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from error
 
     @classmethod
-    def check(cls, path: Path, column: str, into: str) -> None:
+    def check(cls, path: Path, column: str, into: str | None) -> None:
         with cls.open(path) as file:
             _check_columns(path, file.schema_arrow.names, column, into)
 
@@ -284,7 +313,7 @@ class ParquetRows(Rows):
             pieces = []
             # Within a group rows can only be read from its first one on: decoding them again is cheap beside answers.
             position = chosen[0][1] if chosen else 0
-            for batch in file.iter_batches(batch_size=rows, row_groups=[group for group, _ in chosen]):
+            for batch in file.iter_batches(batch_size=max(rows, 1), row_groups=[group for group, _ in chosen]):
                 pieces.append(batch.slice(max(offset - position, 0), max(offset + rows - max(position, offset), 0)))
                 position += len(batch)
                 if position >= offset + rows:
@@ -292,11 +321,11 @@ class ParquetRows(Rows):
             return cls(pyarrow.Table.from_batches(pieces, schema=file.schema_arrow))
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self.content)
 
-    def texts(self, column: str, into: str) -> list[str | RejectedRow]:
+    def texts(self, column: str, into: str | None) -> list[str | RejectedRow]:
         found: list[str | RejectedRow] = []
-        for value in self.table.column(column):
+        for value in self.content.column(column):
             try:
                 found.append(text_of(value.as_py()))
             except UnicodeDecodeError:
@@ -305,9 +334,12 @@ class ParquetRows(Rows):
                 found.append(RejectedRow(f"not a text but {value.type}: {first_line(error)}"))
         return found
 
+    def table(self, column: str, schema: Any = None) -> Any:
+        return self.content
+
     def shown(self, row: int) -> str:
         try:
-            return str(self.table.slice(row, 1).to_pylist()[0])[:MOST_SHOWN]
+            return str(self.content.slice(row, 1).to_pylist()[0])[:MOST_SHOWN]
         except Exception:  # as above, in any column
             return ""
 
@@ -315,11 +347,11 @@ class ParquetRows(Rows):
         import pyarrow
         from pyarrow import parquet
 
-        table = self.table.append_column(into, pyarrow.array(answers, pyarrow.string()))
+        table = self.content.append_column(into, pyarrow.array(answers, pyarrow.string()))
         parquet.write_table(table.filter(pyarrow.array([answer is not None for answer in answers])), path)
 
 
-def _check_columns(path: Path, columns: Sequence[str], column: str, into: str) -> None:
+def _check_columns(path: Path, columns: Sequence[str], column: str, into: str | None) -> None:
     if columns.count(column) != 1:
         raise InputError(f"{path} must have one column {column!r}, got {', '.join(columns)}. Give --column.")
     if into in columns:
@@ -345,15 +377,15 @@ def kind_of(path: Path) -> type[Rows]:
     return kind
 
 
-def read_range(path: Path, offset: int, rows: int) -> Rows:
-    """Read a range; ``JobError``: the file is gone, damaged or changed."""
+def read_range(path: Path, offset: int, rows: int, kept: str = "What is done is kept.") -> Rows:
+    """Read a range; ``JobError``, whose last sentence is ``kept``: the file is gone, damaged or changed."""
     try:
         found = kind_of(path).read(path, offset, rows)
     except T5AccelError:
         raise
     except Exception as error:  # a damaged page of Parquet has errors of many kinds
         why = getattr(error, "strerror", None) or first_line(error)
-        raise JobError(f"{path} cannot be read: {why}. What is done is kept.") from error
+        raise JobError(f"{path} cannot be read: {why}. {kept}") from error
     if len(found) != rows:
-        raise JobError(f"{path} has other rows than when the job began. What is done is kept.")
+        raise JobError(f"{path} has other rows than when the job began. {kept}")
     return found

@@ -42,6 +42,15 @@ def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
         first += rows
 
 
+def padded(sources: Sequence[np.ndarray], pad_token_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """``input_ids`` and ``attention_mask``, both (B, S) int64, of B sources without padding."""
+    lengths = np.array([*map(len, sources)])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.full(mask.shape, pad_token_id, dtype=np.int64)
+    ids[mask] = np.concatenate(sources)
+    return ids, mask.astype(np.int64)
+
+
 class BatchGenerator:
     """Generates answers to texts by the model's ``generation_config``; see `model_defaults.by_defaults`.
 
@@ -170,11 +179,7 @@ class BatchGenerator:
         return _each(partial(decode, self.tokenizer, skip_special_tokens=self._skips, ends=ends), tokens)
 
     def _generated(self, sources: list[np.ndarray]) -> np.ndarray:
-        lengths = np.array([*map(len, sources)])
-        mask = np.arange(lengths.max()) < lengths[:, None]
-        ids = np.full(mask.shape, self.backend.pad_token_id, dtype=np.int64)
-        ids[mask] = np.concatenate(sources)
-        return self._search(ids, mask.astype(np.int64))
+        return self._search(*padded(sources, self.backend.pad_token_id))
 
 
 def _each(function: Callable[[Any], Sequence[Any]], items: Any) -> list[Any]:
