@@ -77,7 +77,7 @@ class TorchEager:
 
     @property
     def device(self) -> torch.device:
-        return self.model.lm_head.weight.device
+        return next(self.model.parameters()).device
 
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> TorchSource:

@@ -28,7 +28,7 @@ from t5accel.errors import (
     UnknownModelError,
     install,
 )
-from t5accel.models.families import SIZES, family_of, no_head
+from t5accel.models.families import FAMILIES, SIZES, family_of, gemma_configs, no_class, no_head
 from t5accel.models.pruned import load_pruned
 from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
 from t5accel.models.sizes import CLASS_PREFIXES
@@ -240,16 +240,21 @@ def load_pretrained(from_pretrained: Callable[..., Any], where: str | os.PathLik
 def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     import torch
     import transformers
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig
 
+    kind = load_pretrained(PretrainedConfig.get_config_dict, where, **options)[0].get("model_type")
+    if kind in FAMILIES and not hasattr(transformers, FAMILIES[kind].model_class):
+        raise ModelUnavailableError(no_class(where, FAMILIES[kind]))
     config = load_pretrained(AutoConfig.from_pretrained, where, **options)
-    family_of(config, where)
+    family, configs = family_of(config, where), [config]
+    configs += gemma_configs(config).values() if family.is_gemma else ()
     if os.path.isdir(where) and not has_weights(Path(where)):
         raise ModelUnavailableError(
             f"{where} holds no weights for PyTorch, neither model.safetensors nor pytorch_model.bin. Give a folder "
             "written by save_pretrained() of a PyTorch model; weights of TensorFlow and Flax are not read."
         )
-    for name, value in vars(config).items():  # building layers without end would never come to the weights
+    for name, value in (entry for one in configs for entry in vars(one).items()):
+        # building layers without end would never come to the weights
         if name.endswith("layers") and isinstance(value, int) and value > MAX_LAYERS:
             raise ModelUnavailableError(f"{where}: {name} must be at most {MAX_LAYERS}, got {value}.")
     attention = getattr(config, "_attn_implementation", None)
@@ -259,6 +264,8 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     if getattr(config, "layer_widths", None):
         name = f"{CLASS_PREFIXES[config.model_type]}ForConditionalGeneration"
         load = partial(load_pruned, getattr(transformers, name))
+    if family.has_soft_caps:  # torch's attention leaves out soft caps, in transformers 4.57 without a word
+        load = partial(load, attn_implementation="eager")
     with _no_loading_bar():
         model, report = load_pretrained(load, where, dtype=torch.float32, output_loading_info=True, **options)
     missing, unread = (sorted(report[f"{kind}_keys"]) for kind in ("missing", "unexpected"))

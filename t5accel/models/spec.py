@@ -24,7 +24,7 @@ class ModelSpec:
     dims: T5Dims
     tokens: Mapping[str, int]  # pad_token_id, eos_token_id, decoder_start_token_id
     rules: TokenConstraints
-    # None where positions are distances: source and target then share a vocabulary, too
+    # None without a table of positions: source and target then share a vocabulary, too
     source_vocab_size: int | None = None
     positions: int | None = None
 
@@ -34,7 +34,7 @@ class ModelSpec:
         family = family_of_model(model)
         rules, tokens = constraints_from_config(model), special_tokens(model)
         entries, positions = None, None
-        if not family.is_relative:
+        if not family.is_relative and not family.is_gemma:
             table = model.model.decoder.embed_positions
             table = getattr(table, "weight", getattr(table, "weights", None))
             positions = len(table) - family.first_position(tokens["pad_token_id"])
