@@ -175,7 +175,9 @@ T5GEMMA_2 = GemmaFamily(
     },
 )
 # Zhang et al. 2025: cross-attention of its own, and soft caps.
-T5GEMMA = GemmaFamily("t5gemma", "T5GemmaForConditionalGeneration", **_GEMMA, merges_attention=False, has_soft_caps=True)
+T5GEMMA = GemmaFamily(
+    "t5gemma", "T5GemmaForConditionalGeneration", **_GEMMA, merges_attention=False, has_soft_caps=True
+)
 
 BEYOND_T5 = {family.model_type: family for family in (BART, MBART, MARIAN, M2M_100, PEGASUS)}
 GEMMAS = {family.model_type: family for family in (T5GEMMA, T5GEMMA_2)}
@@ -207,7 +209,8 @@ def family_of(config: Any, name: str) -> Family:
         raise NotT5Error(
             f"{name} is of type {kind!r}, {_architecture(config)}; t5accel handles encoder-decoders: "
             f"{', '.join(T5_LIKE)} (flan, ByT5 and MADLAD-400 are of type t5), {', '.join(BEYOND_T5)} (m2m_100 is "
-            f"NLLB, too), {', '.join(GEMMAS)}." + (f" The nearest to it is {_NEAREST[kind]}." if kind in _NEAREST else "")
+            f"NLLB, too), {', '.join(GEMMAS)}."
+            + (f" The nearest to it is {_NEAREST[kind]}." if kind in _NEAREST else "")
         )
     return FAMILIES[kind]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from t5accel.decoding.token_constraints import TokenConstraints, constraints_from_config, special_tokens
-from t5accel.models.families import FAMILIES, T5, Family, dims_of, family_of_model
+from t5accel.models.families import FAMILIES, T5, Family, dims_of, family_of_model, gemma_configs
 from t5accel.models.sizes import T5Dims
 
 
@@ -24,7 +24,7 @@ class ModelSpec:
     dims: T5Dims
     tokens: Mapping[str, int]  # pad_token_id, eos_token_id, decoder_start_token_id
     rules: TokenConstraints
-    # None without a table of positions: source and target then share a vocabulary, too
+    # None where positions are distances: source and target then share a vocabulary, too
     source_vocab_size: int | None = None
     positions: int | None = None
 
@@ -34,7 +34,11 @@ class ModelSpec:
         family = family_of_model(model)
         rules, tokens = constraints_from_config(model), special_tokens(model)
         entries, positions = None, None
-        if not family.is_relative and not family.is_gemma:
+        if family.is_gemma:
+            configs = gemma_configs(model.config)
+            entries = configs["encoder"].vocab_size
+            positions = min(config.max_position_embeddings for config in configs.values())
+        elif not family.is_relative:
             table = model.model.decoder.embed_positions
             table = getattr(table, "weight", getattr(table, "weights", None))
             positions = len(table) - family.first_position(tokens["pad_token_id"])
