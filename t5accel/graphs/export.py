@@ -116,7 +116,7 @@ def export_model(
     require_tokenizer(tokenizer)
     weights = model_weights(model)
     if weights.family.is_gemma and step:
-        raise InputError(f"step must be left out for a {weights.family.model_class}, which has no fused step yet.")
+        raise InputError(f"step must be left out for a {weights.family.model_type}, which has no fused step.")
     step = not weights.family.is_gemma if step is None else step
     # Building the graphs refuses other architectures before anything is written.
     head = maybe_quantize_head(weights, shortlist)

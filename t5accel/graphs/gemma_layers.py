@@ -277,17 +277,18 @@ def gemma_weights(model: PreTrainedModel, family: Family) -> GemmaWeights:
     encoder, decoder = configs.values()
     for name in ("rms_norm_eps", "hidden_activation"):
         if getattr(encoder, name) != getattr(decoder, name):
-            raise NotT5Error(f"{name} must be the same in encoder and decoder of a {family.model_class}.")
+            raise NotT5Error(f"{name} must be the same in encoder and decoder of a {family.model_type}.")
     merged, capped = family.merges_attention, family.has_soft_caps
     caps = {stack: config.attn_logit_softcapping if capped else None for stack, config in configs.items()}
-    if any(caps.values()) and getattr(model.config, "_attn_implementation", "eager") != "eager":
+    if any(caps.values()) and (attention := model.config._attn_implementation) != "eager":
         raise InputError(
-            f"The attention of a {family.model_class} must be 'eager', got {model.config._attn_implementation!r}, which "
-            "leaves out its soft caps: call model.set_attn_implementation('eager')."
+            f"The attention of a {family.model_type} must be 'eager', got {attention!r}, which leaves out its soft caps: "
+            "call model.set_attn_implementation('eager')."
         )
-    dims, arrays = dims_of(model, family), {"shared.weight": as_array(decoder_table(model))}
-    if (table := stacks["encoder"].embed_tokens.weight) is not decoder_table(model):
-        arrays["encoder.embed_tokens.weight"] = as_array(table)
+    tables = {stack: module.embed_tokens.weight for stack, module in stacks.items()}
+    dims, arrays = dims_of(model, family), {"shared.weight": as_array(tables["decoder"])}
+    if tables["encoder"] is not tables["decoder"]:
+        arrays["encoder.embed_tokens.weight"] = as_array(tables["encoder"])
     if not dims.tied:
         arrays["lm_head.weight"] = as_array(model.lm_head.out_proj.weight)
     image_end = None
@@ -325,10 +326,6 @@ def gemma_weights(model: PreTrainedModel, family: Family) -> GemmaWeights:
         logit_cap=decoder.final_logit_softcapping,
         image_end=image_end,
     )
-
-
-def decoder_table(model: PreTrainedModel) -> Any:
-    return model.model.decoder.embed_tokens.weight
 
 
 def _window(model: PreTrainedModel, width: int, merged: bool) -> tuple[int, int]:
