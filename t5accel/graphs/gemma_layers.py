@@ -282,8 +282,8 @@ def gemma_weights(model: PreTrainedModel, family: Family) -> GemmaWeights:
     caps = {stack: config.attn_logit_softcapping if capped else None for stack, config in configs.items()}
     if any(caps.values()) and (attention := model.config._attn_implementation) != "eager":
         raise InputError(
-            f"The attention of a {family.model_type} must be 'eager', got {attention!r}, which leaves out its soft caps: "
-            "call model.set_attn_implementation('eager')."
+            f"The attention of a {family.model_type} must be 'eager', got {attention!r}, which leaves out its soft "
+            "caps: call model.set_attn_implementation('eager')."
         )
     tables = {stack: module.embed_tokens.weight for stack, module in stacks.items()}
     dims, arrays = dims_of(model, family), {"shared.weight": as_array(tables["decoder"])}
