@@ -7,7 +7,6 @@ the axis of queries: (…, H, G * n, d).
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -321,20 +320,22 @@ def gemma_weights(model: PreTrainedModel, family: Family) -> GemmaWeights:
         pad_token_id=model.config.pad_token_id,
         encoder_d_kv=encoder.head_dim,
         layer_types={stack: tuple(config.layer_types) for stack, config in configs.items()},
-        windows={"encoder": _window(model, encoder.sliding_window, merged), "decoder": (decoder.sliding_window - 1, 0)},
+        windows={"encoder": _window(encoder.sliding_window, merged), "decoder": (decoder.sliding_window - 1, 0)},
         score_caps=caps,
         logit_cap=decoder.final_logit_softcapping,
         image_end=image_end,
     )
 
 
-def _window(model: PreTrainedModel, width: int, merged: bool) -> tuple[int, int]:
+def _window(width: int, merged: bool) -> tuple[int, int]:
     """How many tokens the encoder's sliding layers see before a query and behind it."""
     if merged:
         return (width + 1) // 2 - 1, width // 2
-    # transformers 5 sees one more on each side than 4.57 does.
-    further = hasattr(sys.modules[type(model).__module__], "create_bidirectional_sliding_window_mask")
-    return (width, width) if further else (width - 1, width - 1)
+    from transformers.models.t5gemma import modeling_t5gemma
+
+    # In transformers 5 they see one more on each side than in 4.57.
+    reach = width if hasattr(modeling_t5gemma, "create_bidirectional_sliding_window_mask") else width - 1
+    return reach, reach
 
 
 def _frequencies(stack: str, rotary: Any, kinds: Any) -> dict[str, np.ndarray]:

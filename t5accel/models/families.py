@@ -187,13 +187,14 @@ SIZES = {
     for family in (*BEYOND_T5.values(), *GEMMAS.values())
     for size, numbers in family.sizes.items()
 }
-# What answers in place of families that none of ours is like.
-_NEAREST = {
-    "longt5": "a T5 or UMT5, whose inputs may be of any length",
-    "pegasus_x": "a Pegasus",
-    "led": "a BART",
+# What works in place of other encoder-decoders.
+NEAREST = {
+    "longt5": "a T5 or UMT5, with full attention",
+    "pegasus_x": "a Pegasus, for shorter sources",
+    "led": "a BART, for shorter sources",
     "switch_transformers": "a T5 or FLAN-T5",
-    "codet5p": "a CodeT5+ of 220M or 770M, which is of type t5",
+    "codet5p": "a CodeT5+ of 220M or 770M, of type t5",
+    "whisper": "faster-whisper, another package",
 }
 
 
@@ -206,11 +207,11 @@ def family_of(config: Any, name: str) -> Family:
     """
     kind = getattr(config, "model_type", type(config).__name__)
     if kind not in FAMILIES:
+        nearest = f" The nearest that works is {NEAREST[kind]}." if kind in NEAREST else ""
         raise NotT5Error(
             f"{name} is of type {kind!r}, {_architecture(config)}; t5accel handles encoder-decoders: "
             f"{', '.join(T5_LIKE)} (flan, ByT5 and MADLAD-400 are of type t5), {', '.join(BEYOND_T5)} (m2m_100 is "
-            f"NLLB, too), {', '.join(GEMMAS)}."
-            + (f" The nearest to it is {_NEAREST[kind]}." if kind in _NEAREST else "")
+            f"NLLB, too), {', '.join(GEMMAS)}.{nearest}"
         )
     return FAMILIES[kind]
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -28,7 +29,7 @@ from t5accel.errors import (
     UnknownModelError,
     install,
 )
-from t5accel.models.families import FAMILIES, SIZES, family_of, gemma_configs, no_class, no_head
+from t5accel.models.families import FAMILIES, NEAREST, SIZES, family_of, gemma_configs, no_class, no_head
 from t5accel.models.pruned import load_pruned
 from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
 from t5accel.models.sizes import CLASS_PREFIXES
@@ -245,6 +246,8 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     kind = load_pretrained(PretrainedConfig.get_config_dict, where, **options)[0].get("model_type")
     if kind in FAMILIES and not hasattr(transformers, FAMILIES[kind].model_class):
         raise ModelUnavailableError(no_class(where, FAMILIES[kind]))
+    if kind in NEAREST:  # refused before its own code is, which some have
+        family_of(SimpleNamespace(model_type=kind, is_encoder_decoder=True), where)
     config = load_pretrained(AutoConfig.from_pretrained, where, **options)
     family, configs = family_of(config, where), [config]
     configs += gemma_configs(config).values() if family.is_gemma else ()
