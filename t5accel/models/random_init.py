@@ -78,8 +78,8 @@ def _randomize_family(model: PreTrainedModel, *, silent_pad: bool) -> None:
 def _randomize_gemma(model: PreTrainedModel) -> None:
     import torch
 
-    # Attention is twice as sharp and parts are half as loud: so the output of 36 layers varies, and integers, which move
-    # every weight by a hundredth, still change it little.
+    # Attention is twice as sharp and parts are half as loud: so the output of 36 layers varies, and integers, which
+    # move every weight by a hundredth, still change it little.
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:  # 1 is added to it
