@@ -129,7 +129,7 @@ def plan(manifest: Manifest, sizes: Sizes | None = None) -> Plan:
     if recipe_from_json(recipe).integers:
         raise InputError(f"The export must be in fp32 or fp16, got {recipe['name']}.")
     if (kind := manifest.family.get("model_type")) in GEMMAS:
-        raise InputError(f"TensorRT runs no {kind}: leave runtime out, and give device='cpu'.")
+        raise InputError(f"TensorRT runs no {kind}: give accelerate() device='cpu'.")
     if manifest.optimized:
         raise InputError("The export was optimised for ONNX Runtime. Give the one that it was made from.")
     graphs = {name: _graph_plan(manifest.graphs[name], sizes) for name in (ENCODER, DECODER)}

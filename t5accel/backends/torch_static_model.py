@@ -207,9 +207,7 @@ class StaticT5:
     def __init__(self, model: PreTrainedModel):
         self.family, self.config = family_of_model(model), model.config
         if self.family.is_gemma:
-            raise NotT5Error(
-                f"TorchStatic runs no {self.family.model_class}: leave runtime out, and give device='cpu'."
-            )
+            raise NotT5Error(f"TorchStatic runs no {self.family.model_type}: give accelerate() device='cpu'.")
         self.dims = dims_of(model, self.family)
         self.head, bias = model.lm_head.weight.detach(), getattr(model, "final_logits_bias", None)
         self.device, self.dtype = self.head.device, self.head.dtype

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SLIDING = "sliding_attention"  # transformers' name of the layers that see a window
+# What sees images, and what is read elsewhere.
+_SKIPPED = re.compile(r"model\.encoder\.(vision_tower|multi_modal_projector)|.*\.(embed_tokens|rotary_emb)\.|lm_head\.")
 _LAYER = re.compile(r"model\.(encoder|decoder)\.(?:text_model\.)?layers\.(\d+)\.(.+)\.(weight|bias)")
 # T5's names of a layer's weights; {} is the number of its feed-forward part, behind one or two attentions.
 _PARTS = {
@@ -48,9 +50,8 @@ class GemmaLayers(T5Layers):
     def __init__(self, graph: GraphBuilder, weights: GemmaWeights, stack: str):
         super().__init__(graph, weights, stack)
         self.axes = 3 if stack == "decoder" else 2  # of hidden states, without d_model: (B, K, T) or (B, S)
-        dims, query = weights.dims, weights.array(f"{stack}.block.0.layer.0.SelfAttention.q.weight")
-        self.heads_by_layer = dims.decoder_heads if stack == "decoder" else dims.encoder_heads
-        self.groups = len(query) // weights.d_kv(f"{stack}.") // self.heads_by_layer[0]  # G
+        query, key = (weights.array(f"{stack}.block.0.layer.0.SelfAttention.{part}.weight") for part in "qk")
+        self.groups = len(query) // len(key)  # G
 
     # Whole stacks
 
@@ -72,15 +73,9 @@ class GemmaLayers(T5Layers):
         bias_of = self.biases_by_type(graph.op("Unsqueeze", real, graph.constant([1, 2])), columns, columns)
         turn_of = self.rotations(graph.op("Unsqueeze", columns, graph.constant([0])))
         for layer, kind in enumerate(self.weights.layer_types["encoder"]):
-            prefix = f"encoder.block.{layer}.layer.0"
-            normed = self.norm(hidden, f"{prefix}.layer_norm.weight")
-            query = self.queries(normed, layer, f"{prefix}.SelfAttention", turn_of[kind])
-            key, value = (
-                self.keys(normed, f"{prefix}.SelfAttention.{part}", turn_of[kind] if part == "k" else None)
-                for part in "kv"
-            )
-            attended = self.attend(query, key, value, bias_of[kind])
-            hidden = self.residual(hidden, self.joined(attended, layer, f"{prefix}.SelfAttention"), prefix)
+            prefix = f"encoder.block.{layer}.layer.0.SelfAttention"
+            query, key, value = self.projections(hidden, prefix, turn_of[kind])
+            hidden = self.add_attended(hidden, self.attend(query, key, value, bias_of[kind]), prefix)
             hidden = self.feed_forward(hidden, f"encoder.block.{layer}.layer.1")
         return self.norm(hidden, "encoder.final_layer_norm.weight", output=output)
 
@@ -106,26 +101,22 @@ class GemmaLayers(T5Layers):
         turn_of = self.rotations(graph.op("Add", end, graph.op("Range", graph.op("Neg", new), zero, one)))
         source_bias = self.biases.mask_bias("attention_mask", axes=(1, 2, 3))  # (B, 1, 1, 1, S)
         for layer, kind in enumerate(self.weights.layer_types["decoder"]):
-            prefix = f"decoder.block.{layer}.layer.0"
-            normed = self.norm(hidden, f"{prefix}.layer_norm.weight")
-            query = self.queries(normed, layer, f"{prefix}.SelfAttention", turn_of[kind])
-            own = []
-            for name, turn in (("key", turn_of[kind]), ("value", None)):
-                added = self.keys(normed, f"{prefix}.SelfAttention.{name[0]}", turn)
-                output = f"present_{name}_{layer}"
-                own.append(graph.op("Concat", f"past_{name}_{layer}", added, axis=3, output=output))
+            prefix = f"decoder.block.{layer}.layer.0.SelfAttention"
+            query, *added = self.projections(hidden, prefix, turn_of[kind])
+            own = [
+                graph.op("Concat", f"past_{name}_{layer}", part, axis=3, output=f"present_{name}_{layer}")
+                for name, part in zip(("key", "value"), added, strict=True)
+            ]
             cross = [graph.op("Unsqueeze", f"cross_{name}_{layer}", axis) for name in ("key", "value")]
             if merged:
                 attended = self.attend_to_both(query, own, cross, bias_of[kind], source_bias)
             else:
                 attended = self.attend(query, *own, bias_of[kind])
-            hidden = self.residual(hidden, self.joined(attended, layer, f"{prefix}.SelfAttention"), prefix)
+            hidden = self.add_attended(hidden, attended, prefix)
             if not merged:
-                prefix = f"decoder.block.{layer}.layer.1"
-                normed = self.norm(hidden, f"{prefix}.layer_norm.weight")
-                query = self.queries(normed, layer, f"{prefix}.EncDecAttention")
-                attended = self.attend(query, *cross, source_bias)
-                hidden = self.residual(hidden, self.joined(attended, layer, f"{prefix}.EncDecAttention"), prefix)
+                prefix = f"decoder.block.{layer}.layer.1.EncDecAttention"
+                query = self.queries(self.part_norm(hidden, prefix), prefix)
+                hidden = self.add_attended(hidden, self.attend(query, *cross, source_bias), prefix)
             hidden = self.feed_forward(hidden, f"decoder.block.{layer}.layer.{1 if merged else 2}")
         return self.norm(hidden, "decoder.final_layer_norm.weight")
 
@@ -139,19 +130,25 @@ class GemmaLayers(T5Layers):
 
     # Parts of a layer
 
-    def residual(self, hidden: str, branch: str, prefix: str) -> str:
-        """The sum with a part's output, which has a norm of its own."""
-        return self.graph.op("Add", hidden, self.norm(branch, f"{prefix}.post_layer_norm.weight"))
+    def part_norm(self, hidden: str, prefix: str) -> str:
+        """The norm before a layer's part, whose weights have this prefix."""
+        return self.norm(hidden, f"{prefix.rpartition('.')[0]}.layer_norm.weight")
 
     def add_residual(self, hidden: str, branch: str, norm: str) -> str:
-        return self.residual(hidden, branch, norm.removesuffix(".layer_norm.weight"))
+        """The sum with a part's output, which has a norm of its own."""
+        return self.graph.op("Add", hidden, self.norm(branch, norm.replace(".layer_norm", ".post_layer_norm")))
 
-    def queries(self, normed: str, layer: int, prefix: str, turn: tuple[str, str] | None = None) -> str:
+    def projections(self, hidden: str, prefix: str, turn: tuple[str, str]) -> tuple[str, str, str]:
+        """Queries, keys and values of self-attention."""
+        normed = self.part_norm(hidden, prefix)
+        keys, values = self.keys(normed, f"{prefix}.k", turn), self.keys(normed, f"{prefix}.v")
+        return self.queries(normed, prefix, turn), keys, values
+
+    def queries(self, normed: str, prefix: str, turn: tuple[str, str] | None = None) -> str:
         """(B, [K,] n, d_model) -> (B, [K,] H, G * n, d), normed and rotated."""
         graph, axes, d_kv = self.graph, self.axes, self.weights.d_kv(prefix)
-        split = self.split(normed, f"{prefix}.q", turn)
-        shape = [0] * axes + [self.heads_by_layer[layer], self.groups, d_kv]
-        grouped = graph.op("Reshape", split, graph.constant(shape))
+        shape = graph.constant([0] * axes + [-1, self.groups, d_kv])
+        grouped = graph.op("Reshape", self.split(normed, f"{prefix}.q", turn), shape)
         order = [*range(axes - 1), axes, axes + 1, axes - 1, axes + 2]
         flat = graph.op("Transpose", grouped, perm=order)  # (B, [K,] H, G, n, d)
         return graph.op("Reshape", flat, graph.constant([0] * axes + [-1, d_kv]))
@@ -176,15 +173,15 @@ class GemmaLayers(T5Layers):
         swapped = graph.op("Concat", *reversed(halves), axis=-1)
         return graph.op("Add", graph.op("Mul", heads, cos), graph.op("Mul", swapped, sin))
 
-    def joined(self, attended: str, layer: int, prefix: str) -> str:
-        """(B, [K,] H, G * n, d) -> (B, [K,] n, d_model)."""
-        graph, axes, d_kv = self.graph, self.axes, self.weights.d_kv(prefix)
-        parts = graph.op("Reshape", attended, graph.constant([0] * axes + [self.groups, -1, d_kv]))
+    def add_attended(self, hidden: str, attended: str, prefix: str) -> str:
+        """(B, [K,] H, G * n, d), merged and projected, in the residual stream (B, [K,] n, d_model)."""
+        graph, axes, name = self.graph, self.axes, f"{prefix}.o.weight"
+        width = self.weights.array(name).shape[1]
+        parts = graph.constant([0] * axes + [self.groups, -1, self.weights.d_kv(prefix)])
         order = [*range(axes - 1), axes + 1, axes - 1, axes, axes + 2]
-        together = graph.op("Transpose", parts, perm=order)  # (B, [K,] n, H, G, d)
-        width = self.heads_by_layer[layer] * self.groups * d_kv
+        together = graph.op("Transpose", graph.op("Reshape", attended, parts), perm=order)  # (B, [K,] n, H, G, d)
         merged = graph.op("Reshape", together, graph.constant([0] * axes + [width]))
-        return self.linear(merged, f"{prefix}.o.weight")
+        return self.add_residual(hidden, self.linear(merged, name), f"{prefix.rpartition('.')[0]}.layer_norm.weight")
 
     # Operators
 
@@ -196,9 +193,8 @@ class GemmaLayers(T5Layers):
         return products if cap is None else self._capped(graph, products, cap)
 
     def attend(self, query: str, key: str, value: str, bias: str, *, rows: bool = False) -> str:
-        graph = self.graph
-        probabilities = graph.op("Softmax", graph.op("Add", self.scores(query, key), bias), axis=-1)
-        return graph.op("MatMul", probabilities, value)
+        scores = self.graph.op("Add", self.scores(query, key), bias)
+        return self.graph.op("MatMul", self.graph.op("Softmax", scores, axis=-1), value)
 
     def attend_to_both(self, query: str, own: list[str], cross: list[str], bias: str, source_bias: str) -> str:
         """Attention to the history and to the source in one softmax; the K rows of a source share its keys."""
@@ -233,15 +229,12 @@ class GemmaLayers(T5Layers):
     def rotations(self, positions: str) -> dict[str, tuple[str, str]]:
         """By the type of a layer, what `split` multiplies heads and swapped halves by: (…, 1, d), for positions (…)."""
         graph, found = self.graph, {}
-        numbers = graph.op("Cast", positions, to=TensorProto.FLOAT)
-        numbers = graph.op("Unsqueeze", numbers, graph.constant([-2, -1]))
+        numbers = graph.op("Unsqueeze", graph.op("Cast", positions, to=TensorProto.FLOAT), graph.constant([-2, -1]))
         for kind in dict.fromkeys(self.weights.layer_types[self.stack]):
             angles = graph.op("Mul", numbers, self.weight(f"{self.stack}.rope.{kind}"))
             cos, sin = graph.op("Cos", angles), graph.op("Sin", angles)
-            found[kind] = (
-                graph.op("Concat", cos, cos, axis=-1),
-                graph.op("Concat", graph.op("Neg", sin), sin, axis=-1),
-            )
+            sines = graph.op("Concat", graph.op("Neg", sin), sin, axis=-1)
+            found[kind] = graph.op("Concat", cos, cos, axis=-1), sines
         return found
 
     def _capped(self, graph: GraphBuilder, value: str, cap: float, output: str | None = None) -> str:
@@ -295,18 +288,13 @@ def gemma_weights(model: PreTrainedModel, family: Family) -> GemmaWeights:
         if (end := getattr(module.embed_tokens, "eoi_embedding", None)) is not None:
             arrays[f"{stack}.image_end"], image_end = as_array(end), module.embed_tokens.eoi_token_index
         arrays |= _frequencies(stack, module.rotary_emb, configs[stack].layer_types)
-    skipped = re.compile(r"model\.encoder\.(vision_tower|multi_modal_projector)\..*|.*\.embed_tokens\..*|lm_head\..*")
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
-        if not skipped.fullmatch(name) and ".rotary_emb." not in name:
+        if not _SKIPPED.match(name):
             ours = _renamed(name, merged=merged)
-            array = as_array(weight)
-            if ours.endswith("norm.weight"):
-                array = array + np.float32(1)
-            arrays[ours] = array
-    for name in [name for name in arrays if re.search(r"Attention\.q(_norm)?\.(weight|bias)$", name)]:
-        # A norm would undo it in what comes before the norm.
-        if "q_norm" in name or name.replace(".q.", ".q_norm.") not in arrays:
-            arrays[name] = arrays[name] * np.float32(configs[name[:7]].query_pre_attn_scalar ** -0.5)
+            arrays[ours] = as_array(weight) + np.float32(1) if ours.endswith("norm.weight") else as_array(weight)
+    normed = any(".q_norm." in name for name in arrays)  # a norm would undo a scale of what comes before it
+    for name in [name for name in arrays if (".q_norm." if normed else ".q.") in name]:
+        arrays[name] = arrays[name] * np.float32(configs[name[:7]].query_pre_attn_scalar ** -0.5)
     return GemmaWeights(
         arrays=arrays,
         dims=dims,

@@ -148,29 +148,17 @@ PEGASUS = Family(
 )
 
 _GEMMA = dict(norm="rms", norm_first=True, biases=False, head_bias=False)
-_GEMMA_3_270M = dict(
-    vocab_size=262144,
-    hidden_size=640,
-    intermediate_size=2048,
-    num_hidden_layers=18,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    sliding_window=512,
-)
-# Zhang et al. 2025, text alone: the vision tower is left out of the graphs, and here it is as small as can be.
+_GEMMA_3_270M = dict(vocab_size=262144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18,
+                     num_attention_heads=4, num_key_value_heads=1, sliding_window=512)  # fmt: skip
+_LITTLE = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+# Zhang et al. 2025, text alone: no graph reads the vision tower, of which random weights have the least that there is.
 T5GEMMA_2 = GemmaFamily(
     "t5gemma2",
     "T5Gemma2ForConditionalGeneration",
     **_GEMMA,
     sizes={
         "t5gemma-2-270m-270m": dict(
-            encoder=dict(
-                text_config=_GEMMA_3_270M,
-                vision_config=dict(
-                    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=224
-                ),
-            ),
-            decoder=_GEMMA_3_270M,
+            encoder=dict(text_config=_GEMMA_3_270M, vision_config=_LITTLE), decoder=_GEMMA_3_270M
         )
     },
 )
@@ -182,11 +170,7 @@ T5GEMMA = GemmaFamily(
 BEYOND_T5 = {family.model_type: family for family in (BART, MBART, MARIAN, M2M_100, PEGASUS)}
 GEMMAS = {family.model_type: family for family in (T5GEMMA, T5GEMMA_2)}
 FAMILIES = dict.fromkeys(T5_LIKE, T5) | BEYOND_T5 | GEMMAS
-SIZES = {
-    size: (family, numbers)
-    for family in (*BEYOND_T5.values(), *GEMMAS.values())
-    for size, numbers in family.sizes.items()
-}
+SIZES = {size: (family, numbers) for family in FAMILIES.values() for size, numbers in family.sizes.items()}
 # What works in place of other encoder-decoders.
 NEAREST = {
     "longt5": "a T5 or UMT5, with full attention",

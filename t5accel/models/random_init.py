@@ -84,8 +84,8 @@ def _randomize_gemma(model: PreTrainedModel) -> None:
         for name, weight in model.named_parameters():
             if "norm" in name:  # 1 is added to it
                 weight.normal_(1.0 if "q_norm" in name else -0.5 if ".post_" in name else 0.0, 0.2)
-            elif weight.dim() == 1:  # the embedding of an image's end
-                weight.normal_(0.0, 1.0)
+            elif weight.dim() == 1:  # biases, and the embedding of an image's end
+                weight.normal_(0.0, 1.0 if "eoi" in name else 0.1)
             elif "vision" not in name and "projector" not in name:
                 weight.normal_(0.0, weight.shape[1] ** -0.5)
                 if "q_proj" in name and not hasattr(model.model.decoder.layers[0].self_attn, "q_norm"):
@@ -186,7 +186,7 @@ def _randomize(model: PreTrainedModel) -> None:
                 # relu outputs have a mean; its image, the same for every token, would decide the output.
                 weight.sub_(weight.mean(dim=1, keepdim=True))
             elif "relative_attention_bias" in name:
-                weight.normal_(0.0, 1.0)
+                weight.normal_(0.0, 1.0 if "eoi" in name else 0.1)
         # With tied embeddings the last token's own embedding, still in the residual stream, would win for ever.
         signs = torch.randint(2, model.decoder.final_layer_norm.weight.shape) * 2.0 - 1.0
         model.decoder.final_layer_norm.weight.copy_(signs)
