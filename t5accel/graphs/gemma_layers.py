@@ -23,7 +23,6 @@ from t5accel.models.families import Family, dims_of, gemma_configs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SLIDING = "sliding_attention"  # transformers' name of the layers that see a window
 # What sees images, and what is read elsewhere.
 _SKIPPED = re.compile(r"model\.encoder\.(vision_tower|multi_modal_projector)|.*\.(embed_tokens|rotary_emb)\.|lm_head\.")
 _LAYER = re.compile(r"model\.(encoder|decoder)\.(?:text_model\.)?layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -121,11 +120,10 @@ class GemmaLayers(T5Layers):
         return self.norm(hidden, "decoder.final_layer_norm.weight")
 
     def logits(self, graph: GraphBuilder, kind: str, *inputs: str, output: str) -> None:
-        cap = self.weights.logit_cap
         # The cap keeps the order of logits. Approximate ones (of another kind) go without, as their bounds do.
-        capped = cap is not None and kind == "MatMul"
-        products = graph.op(kind, *inputs, output=None if capped else output)
-        if capped:
+        cap = self.weights.logit_cap if kind == "MatMul" else None
+        products = graph.op(kind, *inputs, output=output if cap is None else None)
+        if cap is not None:
             self._capped(graph, products, cap, output)
 
     # Parts of a layer
@@ -216,7 +214,7 @@ class GemmaLayers(T5Layers):
         distance = graph.op("Sub", graph.op("Unsqueeze", queries, axis_1), graph.op("Unsqueeze", columns, axis_0))
         found = {}
         for kind in dict.fromkeys(self.weights.layer_types[self.stack]):
-            visible, is_sliding = real, kind == SLIDING
+            visible, is_sliding = real, kind == "sliding_attention"
             if is_sliding or self.stack == "decoder":
                 nearest = graph.op("GreaterOrEqual", distance, graph.constant(-behind if is_sliding else 0))
                 visible = graph.op("And", visible, nearest)
@@ -248,7 +246,6 @@ class GemmaWeights(T5Weights):
     """A T5Gemma's weights: in norms 1 is added, in queries the scale of scores is multiplied."""
 
     layers: ClassVar[Any] = GemmaLayers
-
     layer_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by stack
     # By stack, how many tokens before a query and behind it the sliding layers see.
     windows: Mapping[str, tuple[int, int]] = field(default_factory=dict)

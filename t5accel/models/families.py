@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from t5accel.errors import InputError, NotT5Error
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error
 from t5accel.models.sizes import CLASS_PREFIXES, T5_LIKE, T5Dims
 
 
@@ -281,14 +281,15 @@ def _gemma_dims(model: Any) -> T5Dims:
     )
 
 
-def no_class(what: str, family: Family) -> str:
-    """An error's sentence for a model whose class the installed transformers does not have."""
+def require_class(kind: str, what: str) -> None:
+    """Raise ``ModelUnavailableError`` for a family that the installed transformers does not have."""
     import transformers
 
-    return (
-        f"{what} is of type {family.model_type!r}, which transformers {transformers.__version__} does not have: "
-        "install transformers 5 (pip install -U transformers)."
-    )
+    if kind in FAMILIES and not hasattr(transformers, FAMILIES[kind].model_class):
+        raise ModelUnavailableError(
+            f"{what} is of type {kind!r}, which transformers {transformers.__version__} does not have: install "
+            "transformers 5 (pip install -U transformers)."
+        )
 
 
 def no_head(what: str, config: Any) -> str:

@@ -29,7 +29,7 @@ from t5accel.errors import (
     UnknownModelError,
     install,
 )
-from t5accel.models.families import FAMILIES, NEAREST, SIZES, family_of, gemma_configs, no_class, no_head
+from t5accel.models.families import NEAREST, SIZES, family_of, gemma_configs, no_head, require_class
 from t5accel.models.pruned import load_pruned
 from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
 from t5accel.models.sizes import CLASS_PREFIXES
@@ -153,8 +153,17 @@ def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     for name, sentence in _INSTEAD.items():
         if (folder / name).is_file() and not (name == _EXPORT and has_weights(folder)):
             raise ModelUnavailableError(sentence.format(folder))
-    read_json_object(folder / "config.json", ModelUnavailableError, "Give a folder written by save_pretrained().")
+    _refuse_kind(folder, str(folder))
     return _from_pretrained(str(folder))
+
+
+def _refuse_kind(folder: Path, where: str) -> None:
+    """Refuse a kind of model that this transformers, or t5accel, does not know, before its class is looked for."""
+    advice = "Give a folder written by save_pretrained()."
+    kind = str(read_json_object(folder / "config.json", ModelUnavailableError, advice).get("model_type"))
+    require_class(kind, where)
+    if kind in NEAREST:
+        family_of(SimpleNamespace(model_type=kind, is_encoder_decoder=True), where)
 
 
 def _load_hub(repository: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -178,6 +187,8 @@ def _refuse_instead(repository: str) -> None:
     for name, sentence in _INSTEAD.items():  # where a commit is known, the hub has answered
         if commit and ((commit / name).is_file() or hub_file(repository, name)):
             raise ModelUnavailableError(sentence.format(repository))
+    if snapshot := hub_snapshot(repository):
+        _refuse_kind(snapshot, repository)
 
 
 def hub_file(repository: str, name: str) -> Path | None:
@@ -241,13 +252,8 @@ def load_pretrained(from_pretrained: Callable[..., Any], where: str | os.PathLik
 def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     import torch
     import transformers
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-    kind = load_pretrained(PretrainedConfig.get_config_dict, where, **options)[0].get("model_type")
-    if kind in FAMILIES and not hasattr(transformers, FAMILIES[kind].model_class):
-        raise ModelUnavailableError(no_class(where, FAMILIES[kind]))
-    if kind in NEAREST:  # refused before its own code is, which some have
-        family_of(SimpleNamespace(model_type=kind, is_encoder_decoder=True), where)
     config = load_pretrained(AutoConfig.from_pretrained, where, **options)
     family, configs = family_of(config, where), [config]
     configs += gemma_configs(config).values() if family.is_gemma else ()

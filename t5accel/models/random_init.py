@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from t5accel.errors import InputError, ModelUnavailableError
-from t5accel.models.families import Family, no_class
+from t5accel.errors import InputError
+from t5accel.models.families import Family, require_class
 from t5accel.models.sizes import CLASS_PREFIXES, T5_LIKE
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ def random_model(family: Family, sizes: Mapping[str, Any], *, seed: int = 0) -> 
     Leaves the global random state unchanged. Raises ``InputError`` if the sizes make no model, and
     ``ModelUnavailableError`` if the installed transformers does not know it.
     """
-    import transformers
-
-    if not hasattr(transformers, family.model_class):
-        raise ModelUnavailableError(no_class(family.model_class, family))
+    require_class(family.model_type, family.model_class)
     with _seeded(seed):
         if family.is_gemma:  # a copy: transformers writes into nested sizes
             model = _build(family.model_class, {"dropout_rate": 0.0, "attention_dropout": 0.0}, copy.deepcopy(sizes))
