@@ -183,7 +183,7 @@ def _randomize(model: PreTrainedModel) -> None:
                 # relu outputs have a mean; its image, the same for every token, would decide the output.
                 weight.sub_(weight.mean(dim=1, keepdim=True))
             elif "relative_attention_bias" in name:
-                weight.normal_(0.0, 1.0 if "eoi" in name else 0.1)
+                weight.normal_(0.0, 1.0)
         # With tied embeddings the last token's own embedding, still in the residual stream, would win for ever.
         signs = torch.randint(2, model.decoder.final_layer_norm.weight.shape) * 2.0 - 1.0
         model.decoder.final_layer_norm.weight.copy_(signs)
