@@ -203,7 +203,7 @@ def export(
                 )
         as_encoder_recipe(recipe)
     require_free(resolve_target(out), model, recipe, overwrite=overwrite)
-    options: dict[str, Any] = dict(step=step, progress=True, check_logits=check_logits)
+    options: dict[str, Any] = dict(step=None if step else False, progress=True, check_logits=check_logits)
     options["external_threshold_bytes"] = external_threshold_bytes
     status(f"Loading {model} …")
     if encoder:

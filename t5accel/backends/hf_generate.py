@@ -54,6 +54,7 @@ _UNSUPPORTED = (
     "head_mask",
     "decoder_head_mask",
     "cross_attn_head_mask",
+    "pixel_values",
 )
 _UNSUPPORTED_MODES = (
     "prefill_chunk_size",
@@ -177,7 +178,7 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
         if labels is not None:
             expected = labels.flatten().to(logits.device)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), expected, ignore_index=-100)
-        is_cached = self.config.use_cache if use_cache is None else use_cache
+        is_cached = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
         output = Seq2SeqLMOutput(loss=loss, logits=logits, past_key_values=cache if is_cached else None)
         is_named = self.config.return_dict if return_dict is None else return_dict
         return output if is_named else output.to_tuple()

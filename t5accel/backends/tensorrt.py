@@ -23,6 +23,7 @@ from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, GraphSpec, as_fol
 from t5accel.graphs.export_cache import ENGINES, cache_folder
 from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.rewriting import check_external_data
+from t5accel.models.families import GEMMAS
 from t5accel.precision.recipes import recipe_from_json
 
 Shape = tuple[int, ...]
@@ -128,6 +129,8 @@ def plan(manifest: Manifest, sizes: Sizes | None = None) -> Plan:
     if recipe_from_json(recipe).integers:
         raise InputError(f"The export must be in fp32 or fp16, got {recipe['name']}.")
     manifest.require_whole_model("the export")
+    if (kind := manifest.family.get("model_type")) in GEMMAS:
+        raise InputError(f"TensorRT runs no {kind}: give accelerate() device='cpu'.")
     if manifest.optimized:
         raise InputError("The export was optimised for ONNX Runtime. Give the one that it was made from.")
     graphs = {name: _graph_plan(manifest.graphs[name], sizes) for name in (ENCODER, DECODER)}

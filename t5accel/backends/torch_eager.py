@@ -77,7 +77,7 @@ class TorchEager:
 
     @property
     def device(self) -> torch.device:
-        return self.model.lm_head.weight.device
+        return next(self.model.parameters()).device
 
     @torch.inference_mode()
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> TorchSource:
@@ -166,15 +166,21 @@ class TorchEager:
         self, state: TorchState, tokens: torch.Tensor, past_mask: torch.Tensor | None, count: int
     ) -> np.ndarray:
         """Tokens (R, n) -> the last ``count`` logits (R, T, V), on the host. The cache grows in place."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        options = {}
+        if past_mask is not None and self._family.is_gemma:
+            options["decoder_position_ids"] = (past_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         with self._positions_from(past_mask, tokens.shape[1]):
             outputs = self.model(
-                encoder_outputs=(state.hidden,),
+                encoder_outputs=BaseModelOutput(last_hidden_state=state.hidden),
                 attention_mask=state.mask,
                 decoder_input_ids=tokens,
                 decoder_attention_mask=past_mask,
                 past_key_values=state.cache,
                 use_cache=self.use_cache,
                 return_dict=True,
+                **options,
             )
         return outputs.logits[:, -count:].float().cpu().numpy()
 
@@ -186,7 +192,7 @@ class TorchEager:
     @contextmanager
     def _positions_from(self, mask: torch.Tensor | None, count: int) -> Iterator[None]:
         """Give the last ``count`` columns of a mask (R, n) positions that count real tokens, not columns."""
-        if mask is None or self._family.is_relative:
+        if mask is None or self._family.is_relative or self._family.is_gemma:
             yield
             return
         numbers = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -count:] + self._family.first_position(self.pad_token_id)

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from t5accel.backends.torch_static_buffers import LONGEST_RUN, KVCache, StaticBuffers
+from t5accel.errors import NotT5Error
 from t5accel.models.families import Family, dims_of, family_of_model
 from t5accel.models.t5_math import logit_scale, relative_position_bucket
 
@@ -205,6 +206,8 @@ class StaticT5:
 
     def __init__(self, model: PreTrainedModel):
         self.family, self.config = family_of_model(model), model.config
+        if self.family.is_gemma:
+            raise NotT5Error(f"TorchStatic runs no {self.family.model_type}: give accelerate() device='cpu'.")
         self.dims = dims_of(model, self.family)
         self.head, bias = model.lm_head.weight.detach(), getattr(model, "final_logits_bias", None)
         self.device, self.dtype = self.head.device, self.head.dtype

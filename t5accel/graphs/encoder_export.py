@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -118,11 +118,10 @@ class EncoderSource:
         if config is None or not hasattr(model, "state_dict") or not family_of(config, name).is_relative:
             family_of_model(model)  # refuses all but whole models of other families
             weights, spec = model_weights(model), ModelSpec.of(model)
-            weights = replace(
-                weights,
-                arrays={key: array for key, array in weights.arrays.items() if _is_encoders(key, weights)},
-                dims=_encoder_dims(replace(weights.dims, d_kv=weights.encoder_d_kv)),
-            )
+            arrays = {key: array for key, array in weights.arrays.items() if _is_encoders(key, weights)}
+            width = arrays[next(key for key in EMBEDDINGS if key in arrays)].shape[1]  # not of every T5Gemma's decoder
+            dims = replace(weights.dims, d_model=width, d_kv=weights.encoder_d_kv)
+            weights = replace(weights, arrays=arrays, dims=_encoder_dims(dims))
             return cls(name, config, weights, spec.family_entry(), None, model.model.encoder)
         stack = getattr(model, "encoder", None)
         if not hasattr(stack, "block"):
@@ -137,9 +136,9 @@ class EncoderSource:
     def sha256(self) -> str:
         """The hash of sizes, constants and weights, in whatever file format."""
         weights = self.weights
-        facts = {"encoder of": asdict(weights.dims), "family": self.family, "activation": weights.activation}
-        facts |= {"epsilon": weights.norm_epsilon, "scale": weights.embedding_scale, "pad": weights.pad_token_id}
-        facts |= {"positions": [weights.buckets, weights.max_distance]}
+        names = {field.name for field in fields(weights)} - {"arrays", "dims", "family", "read"}
+        facts = {name: getattr(weights, name) for name in names}
+        facts |= {"encoder alone": asdict(weights.dims), "family": self.family}
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
         for key in sorted(weights.arrays):
             digest.update(key.encode())

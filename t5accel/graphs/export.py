@@ -34,6 +34,7 @@ from t5accel.graphs.contract import (
 )
 from t5accel.graphs.export_folder import LARGEST_INSIDE, ExportPlan, require_free, resolve_target, write_export
 from t5accel.graphs.fused_step import step_graph
+from t5accel.graphs.gemma_layers import gemma_weights
 from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.ort_levels import import_onnxruntime
@@ -64,7 +65,7 @@ def export_model(
     name: str | None = None,
     external_threshold_bytes: int = LARGEST_INSIDE,
     shortlist: bool | None = False,
-    step: bool = False,
+    step: bool | None = False,
     overwrite: bool = False,
     progress: bool = False,
     check_logits: bool = True,
@@ -82,8 +83,8 @@ def export_model(
             the size of an ONNX file.
         shortlist: add ``decoder_shortlist.onnx`` (`shortlist_head`), for faster greedy steps on a CPU, at a quarter of
             the head's bytes; ``None``: where it pays. All weights then lie beside the graphs.
-        step: add ``decoder_step.onnx`` (`fused_step`), which `backends.ort_static` runs. All weights then lie beside
-            the graphs.
+        step: add ``decoder_step.onnx`` (`fused_step`), which `backends.ort_static` runs; ``None``: where the family
+            has one, as all but the T5Gemmas have. All weights then lie beside the graphs.
         overwrite: replace another export; never a folder that holds anything else.
         check_logits: compare the graphs' logits with the model's on a small batch before anything is kept.
 
@@ -101,8 +102,8 @@ def export_model(
     threshold = as_count(external_threshold_bytes, "external_threshold_bytes", at_least=0)
     if threshold > LARGEST_INSIDE:
         raise InputError(f"external_threshold_bytes must be at most {LARGEST_INSIDE}, got {threshold}.")
-    if not isinstance(step, bool):
-        raise InputError(f"step must be True or False, got {step!r:.80}.")
+    if step is not None and not isinstance(step, bool):
+        raise InputError(f"step must be True, False, or None for where there is one, got {step!r:.80}.")
     target = resolve_target(folder)
     if name is not None and not isinstance(name, str):
         raise InputError(f"name must be a text, got {name!r}.")
@@ -114,6 +115,9 @@ def export_model(
     name = name or type(model).__name__
     require_tokenizer(tokenizer)
     weights = model_weights(model)
+    if weights.family.is_gemma and step:
+        raise InputError(f"step must be left out for a {weights.family.model_type}, which has no fused step.")
+    step = not weights.family.is_gemma if step is None else step
     # Building the graphs refuses other architectures before anything is written.
     head = maybe_quantize_head(weights, shortlist)
     graphs = {ENCODER: encoder_graph(weights), DECODER: decoder_graph(weights, head_by_rows=head is not None)}
@@ -155,6 +159,8 @@ def export_model(
 def model_weights(model: PreTrainedModel, family: Family | None = None) -> T5Weights:
     """A model's weights, whichever family it is of; another ``family`` gives other graphs of the same weights."""
     found = family_of_model(model)
+    if found.is_gemma:
+        return gemma_weights(model, family or found)
     return t5_weights(model) if found.is_relative else bart_like_weights(model, family or found)
 
 

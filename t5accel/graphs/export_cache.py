@@ -166,7 +166,7 @@ def cached_export_and_manifest(
                 name=label,
                 external_threshold_bytes=0,  # one file of weights for both graphs: memory and disk hold them once
                 shortlist=None,
-                step=True,
+                step=None,
                 overwrite=True,
                 progress=progress,
                 check_logits=check_logits,

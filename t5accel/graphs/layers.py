@@ -223,6 +223,13 @@ class T5Layers:
             return self.graph.op("Identity", hidden, output=output) if output else hidden
         return self.norm(hidden, "encoder.final_layer_norm.weight", output=output)
 
+    def step(self) -> str:
+        """The inputs of `contract.decoder_spec` -> the head's input (B, K, T, d_model), normed and scaled."""
+        hidden = self.embed(numbers=self.positions.with_past())  # (B, K, T, d_model)
+        bias_of = self.biases.with_past(rows=True)
+        source_bias = self.biases.mask_bias("attention_mask")
+        return self.decoder(hidden, bias_of, source_bias, cross="cross", past="past", present="present", rows=True)
+
     def cross_keys_and_values(self, encoded: str, prefix: str) -> None:
         """The encoder's output (B, S, d_model) -> ``prefix_key_i`` and ``prefix_value_i`` of each decoder layer."""
         for layer, heads in enumerate(self.weights.dims.cross_heads):
@@ -379,8 +386,8 @@ class T5Layers:
         graph, kind = self.graph, self.weights.activation
         if kind == "relu":
             return graph.op("Relu", inner)
-        if kind in ("gelu", "gelu_new"):
-            return graph.op("Gelu", inner, approximate="tanh" if kind == "gelu_new" else "none")
+        if kind in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+            return graph.op("Gelu", inner, approximate="none" if kind == "gelu" else "tanh")
         if kind in ("silu", "swish"):
             return graph.op("Mul", inner, graph.op("Sigmoid", inner))
         raise NotT5Error(f"The activation must be relu, gelu, gelu_new or silu, got {kind!r}.")
@@ -411,7 +418,7 @@ def encoder_graph(weights: T5Weights) -> GraphBuilder:
     """``input_ids``, ``attention_mask`` (B, S) -> ``cross_key_i``, ``cross_value_i`` (B, H_i, S, d_kv)."""
     graph = GraphBuilder("encoder")
     graph.declare(encoder_spec(weights.dims))
-    layers = T5Layers(graph, weights, "encoder")
+    layers = (weights.layers or T5Layers)(graph, weights, "encoder")
     layers.cross_keys_and_values(layers.encoder(), "cross")
     return graph
 
@@ -420,7 +427,7 @@ def encoder_only_graph(weights: T5Weights) -> GraphBuilder:
     """``input_ids``, ``attention_mask`` (B, S) -> ``last_hidden_state`` (B, S, d_model)."""
     graph = GraphBuilder("encoder_only")
     graph.declare(encoder_only_spec(weights.dims))
-    T5Layers(graph, weights, "encoder").encoder("last_hidden_state")
+    (weights.layers or T5Layers)(graph, weights, "encoder").encoder("last_hidden_state")
     return graph
 
 
@@ -435,9 +442,5 @@ def headless_decoder(name: str, weights: T5Weights, spec: GraphSpec) -> tuple[T5
     """The decoder's layers in a graph of ``spec``, and the input of its head: (B, K, T, d_model), normed and scaled."""
     graph = GraphBuilder(name)
     graph.declare(spec)
-    layers = T5Layers(graph, weights, "decoder")
-    hidden = layers.embed(numbers=layers.positions.with_past())  # (B, K, T, d_model)
-    bias_of = layers.biases.with_past(rows=True)
-    source_bias = layers.biases.mask_bias("attention_mask")
-    hidden = layers.decoder(hidden, bias_of, source_bias, cross="cross", past="past", present="present", rows=True)
-    return layers, hidden
+    layers = (weights.layers or T5Layers)(graph, weights, "decoder")
+    return layers, layers.step()

@@ -48,6 +48,7 @@ WRITTEN = set(
     generation_config.json
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json spiece.model sentencepiece.bpe.model
     source.spm target.spm vocab.json target_vocab.json merges.txt vocab.txt tokenizer.model
+    chat_template.jinja
     """.split()
 )
 # What JSON of another shape raises when it is read.

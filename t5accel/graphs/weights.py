@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class T5Weights:
     """A model's weights by T5's names, whatever its family, and the constants of its graphs."""
 
+    layers: ClassVar[Any] = None  # the class that builds its graphs, if it is not `layers.T5Layers`
     arrays: Mapping[str, np.ndarray]  # fp32, by name ("decoder.block.0.layer.1.EncDecAttention.q.weight")
     dims: T5Dims
     activation: str  # "relu", "gelu_new", "gelu", "silu" or "swish"
@@ -80,7 +81,7 @@ class T5Weights:
         return len(self.arrays.get("encoder.embed_tokens.weight", range(self.dims.vocab_size)))
 
 
-_ADVICE = "unwrap the model, merge adapters first."
+ADVICE = "unwrap the model, merge adapters first."
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 # T5's names of a BART-like layer's weights; {} is the number of its feed-forward part, behind one or two attentions.
 _PARTS = {
@@ -105,7 +106,7 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     outside = {name for name in names if not name.startswith("model.")} - {"lm_head.weight", "final_logits_bias"}
     if outside:
-        raise NotT5Error(f"There is a weight {min(outside)}, which no family has: {_ADVICE}")
+        raise NotT5Error(f"There is a weight {min(outside)}, which no family has: {ADVICE}")
     config, inner = model.config, model.model
     encoder_table, decoder_table = inner.encoder.embed_tokens.weight, inner.decoder.embed_tokens.weight
     arrays = {"shared.weight": as_array(decoder_table)}
@@ -170,4 +171,4 @@ def _renamed(name: str) -> str:
         return name.replace(".layer_norm.", ".final_layer_norm.")
     elif ".layernorm_embedding." in name:
         return name
-    raise NotT5Error(f"There is a weight {name}, which no family has: {_ADVICE}")
+    raise NotT5Error(f"There is a weight {name}, which no family has: {ADVICE}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from t5accel.errors import InputError, NotT5Error
+from t5accel.errors import InputError, ModelUnavailableError, NotT5Error
 from t5accel.models.sizes import CLASS_PREFIXES, T5_LIKE, T5Dims
 
 
@@ -29,6 +29,7 @@ class Family:
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # Their generation_config: "eos" stands for that token's id, "pads" for the pad as the only bad word.
     generation: Mapping[str, Any] = field(default_factory=dict)
+    is_gemma = has_soft_caps = False  # `graphs.gemma_layers` builds its graphs; its scores are capped
 
     @property
     def is_relative(self) -> bool:
@@ -38,6 +39,15 @@ class Family:
     def first_position(self, pad_token_id: int) -> int:
         """The first token's row in the table of positions."""
         return (self.position_offset or 0) + (pad_token_id if self.skips_padding else 0)
+
+
+@dataclass(frozen=True)
+class GemmaFamily(Family):
+    """An encoder-decoder made of two Gemmas: rotary positions, grouped queries, norms around each part."""
+
+    merges_attention: bool = True  # the decoder attends to its own and to the encoder's keys in one softmax
+    has_soft_caps: bool = False  # attention scores are capped, as the configuration says
+    is_gemma = True
 
 
 def _sizes(d_model: int, layers: int, heads: int, ff: int, **others: Any) -> dict[str, Any]:
@@ -137,9 +147,39 @@ PEGASUS = Family(
     generation=dict(forced_eos_token_id="eos"),
 )
 
+_GEMMA = dict(norm="rms", norm_first=True, biases=False, head_bias=False)
+_GEMMA_3_270M = dict(vocab_size=262144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18,
+                     num_attention_heads=4, num_key_value_heads=1, sliding_window=512)  # fmt: skip
+_LITTLE = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+# Zhang et al. 2025, text alone: no graph reads the vision tower, of which random weights have the least that there is.
+T5GEMMA_2 = GemmaFamily(
+    "t5gemma2",
+    "T5Gemma2ForConditionalGeneration",
+    **_GEMMA,
+    sizes={
+        "t5gemma-2-270m-270m": dict(
+            encoder=dict(text_config=_GEMMA_3_270M, vision_config=_LITTLE), decoder=_GEMMA_3_270M
+        )
+    },
+)
+# Zhang et al. 2025: cross-attention of its own, and soft caps.
+T5GEMMA = GemmaFamily(
+    "t5gemma", "T5GemmaForConditionalGeneration", **_GEMMA, merges_attention=False, has_soft_caps=True
+)
+
 BEYOND_T5 = {family.model_type: family for family in (BART, MBART, MARIAN, M2M_100, PEGASUS)}
-FAMILIES = dict.fromkeys(T5_LIKE, T5) | BEYOND_T5
-SIZES = {size: (family, numbers) for family in BEYOND_T5.values() for size, numbers in family.sizes.items()}
+GEMMAS = {family.model_type: family for family in (T5GEMMA, T5GEMMA_2)}
+FAMILIES = dict.fromkeys(T5_LIKE, T5) | BEYOND_T5 | GEMMAS
+SIZES = {size: (family, numbers) for family in FAMILIES.values() for size, numbers in family.sizes.items()}
+# What works in place of other encoder-decoders.
+NEAREST = {
+    "longt5": "a T5 or UMT5, with full attention",
+    "pegasus_x": "a Pegasus, for shorter sources",
+    "led": "a BART, for shorter sources",
+    "switch_transformers": "a T5 or FLAN-T5",
+    "codet5p": "a CodeT5+ of 220M or 770M, of type t5",
+    "whisper": "faster-whisper, another package",
+}
 
 
 def family_of(config: Any, name: str) -> Family:
@@ -151,10 +191,11 @@ def family_of(config: Any, name: str) -> Family:
     """
     kind = getattr(config, "model_type", type(config).__name__)
     if kind not in FAMILIES:
+        nearest = f" The nearest that works is {NEAREST[kind]}." if kind in NEAREST else ""
         raise NotT5Error(
             f"{name} is of type {kind!r}, {_architecture(config)}; t5accel handles encoder-decoders: "
             f"{', '.join(T5_LIKE)} (flan, ByT5 and MADLAD-400 are of type t5), {', '.join(BEYOND_T5)} (m2m_100 is "
-            "NLLB, too)."
+            f"NLLB, too), {', '.join(GEMMAS)}.{nearest}"
         )
     return FAMILIES[kind]
 
@@ -199,6 +240,8 @@ def dims_of(model: Any, family: Family) -> T5Dims:
     """The sizes of a model of a family; ``d_kv`` is the decoder's."""
     if family.is_relative:
         return T5Dims.of(model)
+    if family.is_gemma:
+        return _gemma_dims(model)
     config, encoder, decoder = model.config, model.model.encoder, model.model.decoder
     heads = (config.decoder_attention_heads,) * len(decoder.layers)
     return T5Dims(
@@ -215,10 +258,44 @@ def dims_of(model: Any, family: Family) -> T5Dims:
     )
 
 
+def gemma_configs(config: Any) -> dict[str, Any]:
+    """The configurations of a T5Gemma's stacks of text."""
+    return {"encoder": getattr(config.encoder, "text_config", config.encoder), "decoder": config.decoder}
+
+
+def _gemma_dims(model: Any) -> T5Dims:
+    """With the heads of keys and values, which several heads of queries share."""
+    encoder, decoder = gemma_configs(model.config).values()
+    heads = (decoder.num_key_value_heads,) * decoder.num_hidden_layers
+    return T5Dims(
+        vocab_size=model.lm_head.out_proj.out_features,
+        d_model=decoder.hidden_size,
+        d_kv=decoder.head_dim,
+        encoder_heads=(encoder.num_key_value_heads,) * encoder.num_hidden_layers,
+        decoder_heads=heads,
+        cross_heads=heads,
+        encoder_ff=(encoder.intermediate_size,) * encoder.num_hidden_layers,
+        decoder_ff=(decoder.intermediate_size,) * decoder.num_hidden_layers,
+        gated=True,
+        tied=model.lm_head.out_proj.weight is model.model.decoder.embed_tokens.weight,
+    )
+
+
+def require_class(kind: str, what: str) -> None:
+    """Raise ``ModelUnavailableError`` for a family that the installed transformers does not have."""
+    import transformers
+
+    if kind in FAMILIES and not hasattr(transformers, FAMILIES[kind].model_class):
+        raise ModelUnavailableError(
+            f"{what} is of type {kind!r}, which transformers {transformers.__version__} does not have: install "
+            "transformers 5 (pip install -U transformers)."
+        )
+
+
 def no_head(what: str, config: Any) -> str:
     """An error's sentence for a model without a language-model head, with the class to give instead."""
     kind = config.model_type
-    able = BEYOND_T5[kind].model_class if kind in BEYOND_T5 else f"{CLASS_PREFIXES[kind]}ForConditionalGeneration"
+    able = f"{CLASS_PREFIXES[kind]}ForConditionalGeneration" if kind in T5_LIKE else FAMILIES[kind].model_class
     return f"{what} cannot generate text: give a {able}, or open its encoder as AcceleratedEncoder."
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -28,7 +29,7 @@ from t5accel.errors import (
     UnknownModelError,
     install,
 )
-from t5accel.models.families import SIZES, family_of, no_head
+from t5accel.models.families import NEAREST, SIZES, family_of, gemma_configs, no_head, require_class
 from t5accel.models.pruned import load_pruned
 from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
 from t5accel.models.sizes import CLASS_PREFIXES
@@ -162,8 +163,17 @@ def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     for name, sentence in _INSTEAD.items():
         if (folder / name).is_file() and not (name == _EXPORT and has_weights(folder)):
             raise ModelUnavailableError(sentence.format(folder))
-    read_json_object(folder / "config.json", ModelUnavailableError, "Give a folder written by save_pretrained().")
+    _refuse_kind(folder, str(folder))
     return _from_pretrained(str(folder))
+
+
+def _refuse_kind(folder: Path, where: str) -> None:
+    """Refuse a kind of model that this transformers, or t5accel, does not know, before its class is looked for."""
+    advice = "Give a folder written by save_pretrained()."
+    kind = str(read_json_object(folder / "config.json", ModelUnavailableError, advice).get("model_type"))
+    require_class(kind, where)
+    if kind in NEAREST:
+        family_of(SimpleNamespace(model_type=kind, is_encoder_decoder=True), where)
 
 
 def _load_hub(repository: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -187,6 +197,8 @@ def _refuse_instead(repository: str) -> None:
     for name, sentence in _INSTEAD.items():  # where a commit is known, the hub has answered
         if commit and ((commit / name).is_file() or hub_file(repository, name)):
             raise ModelUnavailableError(sentence.format(repository))
+    if snapshot := hub_snapshot(repository):
+        _refuse_kind(snapshot, repository)
 
 
 def hub_file(repository: str, name: str) -> Path | None:
@@ -253,13 +265,15 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
     config = load_pretrained(AutoConfig.from_pretrained, where, **options)
-    family_of(config, where)
+    family, configs = family_of(config, where), [config]
+    configs += gemma_configs(config).values() if family.is_gemma else ()
     if os.path.isdir(where) and not has_weights(Path(where)):
         raise ModelUnavailableError(
             f"{where} holds no weights for PyTorch, neither model.safetensors nor pytorch_model.bin. Give a folder "
             "written by save_pretrained() of a PyTorch model; weights of TensorFlow and Flax are not read."
         )
-    for name, value in vars(config).items():  # building layers without end would never come to the weights
+    for name, value in (entry for one in configs for entry in vars(one).items()):
+        # building layers without end would never come to the weights
         if name.endswith("layers") and isinstance(value, int) and value > MAX_LAYERS:
             raise ModelUnavailableError(f"{where}: {name} must be at most {MAX_LAYERS}, got {value}.")
     attention = getattr(config, "_attn_implementation", None)
@@ -269,6 +283,8 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     if getattr(config, "layer_widths", None):
         name = f"{CLASS_PREFIXES[config.model_type]}ForConditionalGeneration"
         load = partial(load_pruned, getattr(transformers, name))
+    if family.has_soft_caps:  # torch's attention leaves out soft caps, in transformers 4.57 without a word
+        load = partial(load, attn_implementation="eager")
     with _no_loading_bar():
         model, report = load_pretrained(load, where, dtype=torch.float32, output_loading_info=True, **options)
     missing, unread = (sorted(report[f"{kind}_keys"]) for kind in ("missing", "unexpected"))

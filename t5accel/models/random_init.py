@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from t5accel.errors import InputError
-from t5accel.models.families import Family
+from t5accel.models.families import Family, require_class
 from t5accel.models.sizes import CLASS_PREFIXES, T5_LIKE
 
 if TYPE_CHECKING:
@@ -16,11 +17,19 @@ if TYPE_CHECKING:
 
 
 def random_model(family: Family, sizes: Mapping[str, Any], *, seed: int = 0) -> PreTrainedModel:
-    """A seeded model of a BART-like family; ``sizes`` are keyword arguments of its configuration.
+    """A seeded model of a BART-like family or a T5Gemma; ``sizes`` are keyword arguments of its configuration.
 
-    Leaves the global random state unchanged. Raises ``InputError`` if the sizes make no model.
+    Leaves the global random state unchanged. Raises ``InputError`` if the sizes make no model, and
+    ``ModelUnavailableError`` if the installed transformers does not know it.
     """
+    require_class(family.model_type, family.model_class)
     with _seeded(seed):
+        if family.is_gemma:  # a copy: transformers writes into nested sizes
+            model = _build(family.model_class, {"dropout_rate": 0.0, "attention_dropout": 0.0}, copy.deepcopy(sizes))
+            if family.has_soft_caps:
+                model.set_attn_implementation("eager")  # as in `load`
+            _randomize_gemma(model)
+            return model
         model = _build(family.model_class, {"dropout": 0.0, "attention_dropout": 0.0}, sizes)
         config = model.config
         _randomize_family(model, silent_pad="bad_words_ids" not in family.generation)
@@ -61,6 +70,27 @@ def _randomize_family(model: PreTrainedModel, *, silent_pad: bool) -> None:
         last.weight.mul_(torch.randint(2, last.weight.shape) * 2.0 - 1.0)
         if (bias := getattr(model, "final_logits_bias", None)) is not None and model.config.model_type == "marian":
             bias.normal_(0.0, 0.2)
+
+
+def _randomize_gemma(model: PreTrainedModel) -> None:
+    import torch
+
+    # Attention is twice as sharp and parts are half as loud: so the output of 36 layers varies, and integers, which
+    # move every weight by a hundredth, still change it little.
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:  # 1 is added to it
+                weight.normal_(1.0 if "q_norm" in name else -0.5 if ".post_" in name else 0.0, 0.2)
+            elif weight.dim() == 1:  # biases, and the embedding of an image's end
+                weight.normal_(0.0, 1.0 if "eoi" in name else 0.1)
+            elif "vision" not in name and "projector" not in name:
+                weight.normal_(0.0, weight.shape[1] ** -0.5)
+                if "q_proj" in name and not hasattr(model.model.decoder.layers[0].self_attn, "q_norm"):
+                    weight.mul_(2.0)
+                elif "down_proj" in name:
+                    weight.sub_(weight.mean(dim=1, keepdim=True))
+        last = model.model.decoder.norm.weight
+        last.copy_((last + 1.0) * (torch.randint(2, last.shape) * 2.0 - 1.0) - 1.0)
 
 
 # Configurations of published checkpoints (google-t5/*, google/flan-t5-*, google/mt5-small …): what shapes a model.

@@ -23,6 +23,7 @@ class T5Dims:
     """The sizes of a T5-like model, per layer where layers may differ (pruned models).
 
     ``d_kv`` is read from the configuration: it is not always ``d_model // num_heads`` (flan-t5-small: 64, not 85).
+    Heads are those of keys and values, which T5Gemma's queries share.
     """
 
     vocab_size: int

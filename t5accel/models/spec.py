@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from t5accel.decoding.token_constraints import TokenConstraints, constraints_from_config, special_tokens
-from t5accel.models.families import FAMILIES, T5, Family, dims_of, family_of_model
+from t5accel.models.families import FAMILIES, T5, Family, dims_of, family_of_model, gemma_configs
 from t5accel.models.sizes import T5Dims
 
 
@@ -34,7 +34,11 @@ class ModelSpec:
         family = family_of_model(model)
         rules, tokens = constraints_from_config(model), special_tokens(model)
         entries, positions = None, None
-        if not family.is_relative:
+        if family.is_gemma:
+            configs = gemma_configs(model.config)
+            entries = configs["encoder"].vocab_size
+            positions = min(config.max_position_embeddings for config in configs.values())
+        elif not family.is_relative:
             table = model.model.decoder.embed_positions
             table = getattr(table, "weight", getattr(table, "weights", None))
             positions = len(table) - family.first_position(tokens["pad_token_id"])

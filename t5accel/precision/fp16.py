@@ -13,6 +13,7 @@ from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.rewriting import check_graph, drop_unused, find_matmuls, float_values
+from t5accel.models.families import GEMMAS
 from t5accel.precision.calibration import CalibrationSample, collect_ranges
 from t5accel.precision.recipes import Recipe, as_recipe, group_of
 from t5accel.precision.source_export import Fp32Export
@@ -61,6 +62,9 @@ def export_fp16(
     source, recipe = Fp32Export.read(folder), as_recipe(recipe)
     if recipe.dtype != "float16" or recipe.integers:
         raise InputError(f"recipe must have dtype='float16' and no integers, got {recipe.name}.")
+    if (kind := source.manifest.family.get("model_type")) in GEMMAS:
+        # Gemma's residual stream exceeds its range, and angles of positions its digits.
+        raise InputError(f"fp16 is not for a {kind}, whose numbers exceed it: give fp32, int8 or int4.")
     target, examples = source.target(out), list(examples)
     seen = collect_ranges(folder, examples) if examples else []
     graphs, in_fp32 = source.graphs(), {}

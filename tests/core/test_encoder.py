@@ -10,6 +10,7 @@ import torch
 import transformers
 from conftest import GATED, TINY
 from safetensors.torch import load_file, save_file
+from test_gemma import ids_of, sizes
 
 from t5accel import AcceleratedEncoder, accelerate
 from t5accel.api import open_backend
@@ -19,7 +20,7 @@ from t5accel.graphs import encoder_export
 from t5accel.graphs.encoder_export import EncoderSource, export_encoder
 from t5accel.graphs.manifest import read_manifest
 from t5accel.models import stored_weights as stored
-from t5accel.models.families import BEYOND_T5
+from t5accel.models.families import BEYOND_T5, GEMMAS
 from t5accel.models.load import data_folder, load_model
 from t5accel.models.random_init import random_model, random_t5
 from t5accel.precision.recipes import RECIPES, Recipe, Scheme
@@ -91,6 +92,15 @@ def test_encoders_of_other_families(family, tmp_path):
     )
     with pytest.raises(InputError, match="at most max_source_tokens, 40, got 41"):
         encoder.encode(np.full((1, 41), 5))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GEMMAS if hasattr(transformers, GEMMAS[kind].model_class)])
+def test_encoders_of_t5gemmas(kind):
+    model = random_model(GEMMAS[kind], sizes(kind))
+    ids, mask = ids_of(model)
+    encoder = AcceleratedEncoder.from_pretrained(model, progress=False)
+    expected, real = own_states(model.model.encoder, ids, mask), mask == 1
+    np.testing.assert_allclose(encoder.encode(ids, mask)[real], expected[real], atol=2e-5)
 
 
 def test_a_call_is_that_of_transformers(mini):

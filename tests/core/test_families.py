@@ -456,7 +456,7 @@ def test_more_tokens_than_positions_are_refused(built: Built) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [size for size, (family, _) in SIZES.items() if not family.is_gemma])
 def test_published_sizes(size: str) -> None:
     millions = {
         "bart-base": 139.4, "bart-large": 406.3, "distilbart-12-6": 305.5, "mbart-large-50": 610.9, "opus-mt": 74.4,
