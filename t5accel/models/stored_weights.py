@@ -54,6 +54,11 @@ def read_weights(folder: Path, wanted: Callable[[str], bool]) -> dict[str, np.nd
 
     Reads ``model.safetensors`` and ``pytorch_model.bin``, whole or in shards. Raises ``ModelUnavailableError`` for a
     damaged file and for a weight that is not in floating point.
+
+    >>> from t5accel.models.load import data_folder
+    >>> weights = read_weights(data_folder() / "mini-t5", lambda name: name == "encoder.final_layer_norm.weight")
+    >>> [(name, array.shape) for name, array in weights.items()]
+    [('encoder.final_layer_norm.weight', (256,))]
     """
     found: dict[str, np.ndarray | StoredArray] = {}
     for path in weight_files(folder):
