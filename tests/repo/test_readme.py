@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -58,6 +59,19 @@ def test_the_page_about_encoders_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("(2, 256)") and "'retrieval': 100.0" in done.stdout
+
+
+def test_the_table_of_encoders_is_recorded() -> None:
+    rows = json.loads((ROOT / "data/results/encoders-cpu.json").read_text(encoding="utf-8"))["rows"]
+    page = (ROOT / "docs/encoders.md").read_text(encoding="utf-8")
+    table = page.split("## Beside others")[1].split("\n## ")[0]
+    told = {line.split(" | ")[0].strip("| "): line for line in table.splitlines() if " ms · " in line}
+    for system in {row["system"] for row in rows}:
+        own = [row for row in rows if row["system"] == system and row["measured"] == "speed"]
+        shown = [f"{1e3 * median(row['latency_s']):,.0f} ms · {row['ratio']:.2f}" for row in own]
+        shown += [f"{min(row['cosine'] for row in own):.3f}", f"{own[0]['peak_memory_bytes'] / 1e6:.0f} MB"]
+        assert told.pop(system) == f"| {system} | {' | '.join(shown)} |"
+    assert not told
 
 
 def checked(command: list[str], folder: Path) -> None:
