@@ -125,7 +125,9 @@ class AcceleratedEncoder:
             own = manifest.recipe["name"]
             if precision is not None and getattr(precision, "name", precision) != own:
                 raise InputError(f"precision must be that of the export {folder}, {own!r}, got {precision!r:.80}.")
-        return cls(folder, threads=threads, manifest=manifest, max_source_tokens=max_source_tokens)
+        encoder = cls(folder, threads=threads, manifest=manifest, max_source_tokens=max_source_tokens)
+        encoder.tokenizer = encoder.tokenizer if tokenizer is None else tokenizer
+        return encoder
 
     @classmethod
     def _in_torch(

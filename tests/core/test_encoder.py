@@ -254,6 +254,9 @@ def test_an_export_is_cached_opened_alone_and_told_from_a_whole_models(mini, tmp
     assert manifest.is_encoder_only and set(manifest.files) > {"encoder_only.onnx", "weights.data", "tokenizer.json"}
     encoder = AcceleratedEncoder.from_pretrained(tmp_path / "int8")
     assert encoder.precision == "int8" and encoder.embed(TEXTS).shape == (4, 256)
+    tokenizer = load_model("mini")[1]
+    given = AcceleratedEncoder.from_pretrained(tmp_path / "int8", tokenizer=tokenizer)
+    assert given.tokenizer is tokenizer and np.array_equal(given.embed(TEXTS), encoder.embed(TEXTS))
     with pytest.raises(InputError, match="precision must be that of the export"):
         AcceleratedEncoder.from_pretrained(tmp_path / "int8", precision="fp32")
     with pytest.raises(InputError, match="encoder alone"):
