@@ -271,6 +271,8 @@ class AcceleratedEncoder:
 
     def _batches(self, texts: Sequence[str], most: int) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
         ids, mask = tokenize(self.tokenizer, list(texts)) if texts else (np.empty((0, 0)),) * 2
+        behind = np.argsort(mask == 0, axis=1, kind="stable")  # padding, which a tokenizer may put in front
+        ids, mask = (np.take_along_axis(array, behind, axis=1) for array in (ids, mask))
         lengths = mask.sum(axis=1).astype(int)
         rows: list[int] = []
         for row in [*np.argsort(-lengths, kind="stable").tolist(), None]:

@@ -256,6 +256,7 @@ def test_an_export_is_cached_opened_alone_and_told_from_a_whole_models(mini, tmp
     assert encoder.precision == "int8" and encoder.embed(TEXTS).shape == (4, 256)
     tokenizer = load_model("mini")[1]
     given = AcceleratedEncoder.from_pretrained(tmp_path / "int8", tokenizer=tokenizer)
+    tokenizer.padding_side = "left"
     assert given.tokenizer is tokenizer and np.array_equal(given.embed(TEXTS), encoder.embed(TEXTS))
     with pytest.raises(InputError, match="precision must be that of the export"):
         AcceleratedEncoder.from_pretrained(tmp_path / "int8", precision="fp32")
