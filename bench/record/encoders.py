@@ -1,7 +1,7 @@
 """Measure our encoder alone beside its peers: time, peak memory and cosine to torch's fp32.
 
-OpenVINO's environment is that of `make peers`. ``data/results/encoders-cpu.json`` is a run. Each encoder has a process
-of its own, whose peak is that of loading, and of its largest batch so far; other processes have converted the model.
+OpenVINO's environment is that of `make peers`. ``data/results/encoders-cpu.json`` is a run. Each encoder has its own
+process, whose peak is that of loading and of its largest batch so far; other processes have converted the model.
 """
 
 from __future__ import annotations

@@ -19,10 +19,18 @@ import numpy as np
 
 from t5accel import machine
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
-from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
+from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import ENCODER_ONLY, MODULES, as_folder
-from t5accel.graphs.export import FP32, TOLERANCE, model_weights, require_tokenizer, save_tokenizer
+from t5accel.graphs.export import (
+    FP32,
+    TOLERANCE,
+    float_arrays,
+    model_weights,
+    require_tokenizer,
+    save_tokenizer,
+    t5_weights_of,
+)
 from t5accel.graphs.export_cache import (
     FileHashes,
     cache_entry,
@@ -42,7 +50,7 @@ from t5accel.graphs.export_folder import (
 from t5accel.graphs.layers import encoder_only_graph
 from t5accel.graphs.manifest import Manifest
 from t5accel.graphs.ort_levels import import_onnxruntime
-from t5accel.graphs.weights import T5Weights, as_array
+from t5accel.graphs.weights import T5Weights, require_values
 from t5accel.models.families import family_of, family_of_model
 from t5accel.models.load import (
     BUNDLED,
@@ -87,7 +95,7 @@ class EncoderSource:
     folder: Path | None = None  # of the files
 
     @classmethod
-    def of(cls, model: Any, name: str | None = None) -> EncoderSource:
+    def of(cls, model: Any) -> EncoderSource:
         """Read a model object, or find the files of a name that `models.load.load_model` knows.
 
         T5's checkpoints may be whole models or encoders alone (``T5EncoderModel``), and are not loaded; those of other
@@ -95,7 +103,7 @@ class EncoderSource:
         """
         require_torch("An export")
         if not isinstance(model, str | os.PathLike):
-            return cls._of_object(model, name or type(model).__name__)
+            return cls._of_object(model, type(model).__name__)
         label = os.fspath(model)
         folder = _folder_of_files(label)
         if folder is None:  # random weights
@@ -126,10 +134,9 @@ class EncoderSource:
         stack = getattr(model, "encoder", None)
         if not hasattr(stack, "block"):
             raise NotT5Error(f"{name} must have an encoder of T5's layers, got a {type(model).__name__}.")
-        if any(weight.is_meta for weight in stack.parameters()):
-            raise InputError("The model's weights are on torch's meta device, where they have no values: load them.")
+        require_values(stack)
         state = (*stack.named_parameters(prefix="encoder"), *stack.named_buffers(prefix="encoder"))
-        arrays = {key: as_array(value) for key, value in state}
+        arrays = float_arrays(state)
         return cls(name, config, _t5_weights(config, arrays, name), {}, None, stack)
 
     @cached_property
@@ -372,17 +379,8 @@ def _t5_weights(config: Any, arrays: dict[str, Any], name: str) -> T5Weights:
     lacking = [f"encoder.block.{layer}.layer.1.DenseReluDense.wo.weight" for layer in range(dims.encoder_layers)]
     if missing := [key for key in lacking if key not in arrays]:
         raise ModelUnavailableError(f"{name} is incomplete: it lacks weights of its encoder, such as {missing[0]}.")
-    return T5Weights(
-        arrays=arrays,
-        dims=dims,
-        activation=config.dense_act_fn,
-        norm_epsilon=config.layer_norm_epsilon,
-        buckets=config.relative_attention_num_buckets,
-        max_distance=config.relative_attention_max_distance,
-        logit_scale=1.0,
-        pruned_heads={},
-        pad_token_id=config.pad_token_id or 0,
-    )
+    pad = config.pad_token_id or 0
+    return t5_weights_of(config, arrays, dims, logit_scale=1.0, pruned_heads={}, pad_token_id=pad)
 
 
 def _is_encoders(key: str, weights: T5Weights) -> bool:

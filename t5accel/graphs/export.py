@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from t5accel.models.t5_math import logit_scale
 from t5accel.parity import ParityError, assert_close
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FP32 = {"name": "fp32"}
@@ -173,19 +174,29 @@ def t5_weights(model: PreTrainedModel) -> T5Weights:
     require_values(model)
     # Each parameter once, under its first name: tied ones are shared.weight. A T5 has no buffers, but an adapter may:
     # they count as arrays, so that `require_all_read` notices that no graph reads them.
-    arrays = {}
-    for key, value in (*model.named_parameters(), *model.named_buffers()):
-        if not value.is_floating_point():
-            raise NotT5Error(
-                f"{key} must be in floating point, got {value.dtype}: load the model without quantisation."
-            )
-        arrays[key] = as_array(value)
+    arrays = float_arrays((*model.named_parameters(), *model.named_buffers()))
     pruned = {
         f"{name}.{layer}": tuple(sorted(getattr(block.layer[0].SelfAttention, "pruned_heads", ())))
         for name, stack in (("encoder", model.encoder), ("decoder", model.decoder))
         for layer, block in enumerate(stack.block)
     }
-    config = model.config
+    return t5_weights_of(model.config, arrays, dims, logit_scale=logit_scale(model), pruned_heads=pruned)
+
+
+def float_arrays(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
+    """Weights by name as fp32 numpy arrays; raises ``NotT5Error`` for one that is not in floating point."""
+    arrays = {}
+    for key, value in named:
+        if not value.is_floating_point():
+            raise NotT5Error(
+                f"{key} must be in floating point, got {value.dtype}: load the model without quantisation."
+            )
+        arrays[key] = as_array(value)
+    return arrays
+
+
+def t5_weights_of(config: Any, arrays: Mapping[str, Any], dims: T5Dims, **others: Any) -> T5Weights:
+    """A T5's arrays with the constants of its configuration; ``others`` are fields of `T5Weights`."""
     return T5Weights(
         arrays=arrays,
         dims=dims,
@@ -193,8 +204,7 @@ def t5_weights(model: PreTrainedModel) -> T5Weights:
         norm_epsilon=config.layer_norm_epsilon,
         buckets=config.relative_attention_num_buckets,
         max_distance=config.relative_attention_max_distance,
-        logit_scale=logit_scale(model),
-        pruned_heads=pruned,
+        **others,
     )
 
 

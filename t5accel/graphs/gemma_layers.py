@@ -133,7 +133,7 @@ class GemmaLayers(T5Layers):
         return self.norm(hidden, f"{prefix.rpartition('.')[0]}.layer_norm.weight")
 
     def add_residual(self, hidden: str, branch: str, norm: str) -> str:
-        """The sum with a part's output, which has a norm of its own."""
+        """The sum with a part's normed output."""
         return self.graph.op("Add", hidden, self.norm(branch, norm.replace(".layer_norm", ".post_layer_norm")))
 
     def projections(self, hidden: str, prefix: str, turn: tuple[str, str]) -> tuple[str, str, str]:
@@ -251,7 +251,7 @@ class GemmaWeights(T5Weights):
     windows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     score_caps: Mapping[str, float | None] = field(default_factory=dict)  # by stack
     logit_cap: float | None = None
-    image_end: int | None = None  # a token with an embedding of its own
+    image_end: int | None = None  # a token with a separate embedding
 
 
 def gemma_weights(model: PreTrainedModel, family: Family) -> GemmaWeights:

@@ -162,7 +162,7 @@ T5GEMMA_2 = GemmaFamily(
         )
     },
 )
-# Zhang et al. 2025: cross-attention of its own, and soft caps.
+# Zhang et al. 2025: separate cross-attention, and soft caps.
 T5GEMMA = GemmaFamily(
     "t5gemma", "T5GemmaForConditionalGeneration", **_GEMMA, merges_attention=False, has_soft_caps=True
 )

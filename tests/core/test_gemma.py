@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from programs import own_generate
-from test_families import Built, reference, texts
+from test_families import Built, check_rows_that_join_and_leave, reference, texts
 
 from bench.baselines.ort_iobinding import OrtBound
 from bench.profiling import logits_of
@@ -189,23 +189,7 @@ def test_drafts_and_draws(built: Built, engine: type) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_that_join_and_leave(built: Built, engine: type) -> None:
-    """A source joins at whatever column the others have reached, and its positions begin at its own beginning."""
-    backend, tokens = built.open(engine), some_tokens()
-    expected = built.logits(tokens)
-    state = backend.new_state(backend.encode(built.ids[:2], built.mask[:2]))
-    for place in range(3):
-        backend.step(state, tokens[:2, None, place : place + 1])
-    backend.add_sources(state, backend.encode(built.ids[2:], built.mask[2:]))
-    for place in range(3, 9):
-        new = np.concatenate([tokens[:2, place], tokens[2:, place - 3]])
-        found = backend.step(state, new[:, None, None])[:, 0, 0]
-        own = np.concatenate([expected[:2, place], expected[2:, place - 3]])
-        np.testing.assert_allclose(found, own, atol=TOLERANCE)
-    backend.select_sources(state, np.array([3, 1]))
-    for place in range(9, 13):
-        new = np.array([tokens[3, place - 3], tokens[1, place]])
-        found = backend.step(state, new[:, None, None])[:, 0, 0]
-        np.testing.assert_allclose(found, [expected[3, place - 3], expected[1, place]], atol=TOLERANCE)
+    check_rows_that_join_and_leave(built, engine, some_tokens()[:, :13], TOLERANCE)
 
 
 @pytest.mark.parametrize("precision", ROUNDED)
