@@ -43,8 +43,9 @@ HOW: dict[str, Callable[..., float]] = {
     "less": lambda one, other: 1 - _number(one) / _number(other),
     "difference": lambda one, other: _number(one) - _number(other),
     "pairwise": lambda one, other: median(a / b for a, b in zip(one, other, strict=True)),  # of interleaved samples
+    "highest": lambda one, other: max(a / b for a, b in zip(one, other, strict=True)),
 }
-KEYS = {"ratio": "ratio", "pairwise": "latency_s"}  # of rows, where a figure names no other
+KEYS = {"ratio": "ratio", "pairwise": "latency_s", "highest": "latency_s"}  # of rows, where a figure names no other
 DIGITS = {"value": 0, "count": 0, "difference": 1}  # after the point, where a figure names no other; else 2
 
 

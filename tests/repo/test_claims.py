@@ -35,8 +35,9 @@ def computed(figure: dict[str, Any]) -> float:
         for key in place["key"].split("."):
             row = row[key]
         held.append(row)
-    if figure["how"] == "pairwise":
-        return figure["times"] * median(a / b for a, b in zip(*held, strict=True))
+    if figure["how"] in ("pairwise", "highest"):
+        of = median if figure["how"] == "pairwise" else max
+        return figure["times"] * of(a / b for a, b in zip(*held, strict=True))
     if figure["how"] == "count":
         return figure["times"] * len(held[0])
     compute = {
@@ -123,7 +124,7 @@ def test_a_figure_that_is_missing_or_out_of_bounds_fails(tmp_path: Path, rows: l
 @pytest.mark.parametrize(("how", "one", "other", "expected"), [
     ("value", 3.0, None, "3.00"), ("value", [5.0, 3.0, 2.0], None, "3.00"), ("inverse", 0.25, None, "4.00"),
     ("count", [7, 7, 7], None, "3.00"), ("quotient", 9.0, 2.0, "4.50"), ("difference", 9.0, 2.5, "+6.50"),
-    ("pairwise", [8.0, 9.0, 100.0], [2.0, 3.0, 50.0], "3.00"), ("less", -9.0, 3.0, "4.00"),
+    ("pairwise", [8.0, 9.0, 100.0], [2.0, 3.0, 50.0], "3.00"), ("highest", [8.0, 9.0], [2.0, 3.0], "4.00"), ("less", -9.0, 3.0, "4.00"),
 ])  # fmt: skip
 def test_the_kinds_of_figures(tmp_path: Path, how: str, one: Any, other: Any, expected: str) -> None:
     held = {"a": one} if other is None else {"a": one, "b": other}
