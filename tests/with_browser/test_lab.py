@@ -17,7 +17,7 @@ NOTEBOOKS = sorted(path for start in ("00", "01") for path in (ROOT / "notebooks
 RUN_S = 600  # about 40 on two idle cores
 
 LOOK = """() => {
-    const texts = (root, selector) => [...root.querySelectorAll(selector)].map((node) => node.textContent.rollback());
+    const texts = (root, selector) => [...root.querySelectorAll(selector)].map((node) => node.textContent.trim());
     const notebook = document.querySelector(".jp-Notebook");
     return {
         prompts: texts(notebook, ".jp-CodeCell .jp-InputPrompt"),
