@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from transformers.generation import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -52,6 +54,10 @@ _WARPERS = {
 }
 
 
+# Functions of a row's tokens and scores alone, which ban at most a token for each one before.
+_HISTORY_PROCESSORS = {NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor}
+
+
 class BackendLoops:
     """Greedy search, sampling and beam search of `hf_generate.AcceleratedT5` on its backend."""
 
@@ -70,11 +76,11 @@ class BackendLoops:
             return super()._sample(input_ids, streamer=streamer, **call)
 
     def _beam_search(self, input_ids: torch.Tensor, **call: Any) -> Any:
-        if not call["generation_config"].do_sample:
-            tokens = self._beams(input_ids, **call)
-            if tokens is not None:
-                return torch.from_numpy(tokens).to(input_ids.device)
         with self._beside_the_runtime(**call):
+            if not call["generation_config"].do_sample:
+                tokens = self._beams(input_ids, **call)
+                if tokens is not None:
+                    return torch.from_numpy(tokens).to(input_ids.device)
             return super()._beam_search(input_ids, **call)
 
     @contextmanager
@@ -158,11 +164,23 @@ class BackendLoops:
         steps = run_steps(self.backend, request, given, sampling, draws, cache.state)
         return StepStream(given, self.backend.pad_token_id, steps).generated().sequences
 
-    def _beams(self, prefix: torch.Tensor, generation_config: Any, **call: Any) -> np.ndarray | None:
+    def _beams(
+        self, prefix: torch.Tensor, logits_processor: Any, generation_config: Any, **call: Any
+    ) -> np.ndarray | None:
         config, beams = generation_config, generation_config.num_beams
-        request = self._as_request(prefix[::beams], generation_config=config, rows=beams, **call)
+        others = [each for each in logits_processor if type(each) not in _HISTORY_PROCESSORS]
+        history = [each for each in logits_processor if type(each) in _HISTORY_PROCESSORS]
+        request = self._as_request(prefix[::beams], others, generation_config=config, rows=beams, **call)
         # An answer that ends with its first token, and a mode that transformers refuses, are left to it.
         if request is None or request.rules.forced_bos_token_id in request.eos_token_ids or config.low_memory:
+            return None
+        banned = len(request.rules.suppress_tokens) + (prefix.shape[1] + request.max_new_tokens) * bool(history)
+        # transformers goes on with what is banned, or with copies of the first beam, where candidates are too few.
+        if (
+            banned + (1 + len(request.eos_token_ids)) * beams > self.backend.vocab_size
+            and banned
+            or any(getattr(each, "prompt_ignore_length", None) is not None for each in history)
+        ):
             return None
         try:
             search = BeamState(
@@ -179,7 +197,8 @@ class BackendLoops:
             )
         except InputError:  # transformers searches more than `BeamState` does
             return None
-        search.run(self.backend, call["past_key_values"].state, request.prefix)
+        process = partial(_process, history) if history else None
+        search.run(self.backend, call["past_key_values"].state, request.prefix, process)
         pad = self.backend.pad_token_id or int(config._eos_token_tensor[0])  # transformers' own choice
         new, _ = search.best(config.num_return_sequences, pad_token_id=pad)
         return np.concatenate([np.repeat(request.prefix, config.num_return_sequences, axis=0), new], axis=1)
@@ -221,6 +240,15 @@ class BackendLoops:
         check_vocabulary(given, self.backend.vocab_size, "decoder_input_ids")
         ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
         return GenerationInputs(ids, mask, given, longest, max(0, min(least, longest)), next(iter(ends)), rules)
+
+
+def _process(processors: Sequence[Any], sequences: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities (n, K, V) as processors leave them."""
+    scores = torch.tensor(logits.reshape(-1, logits.shape[-1])).log_softmax(dim=-1)
+    ids = torch.from_numpy(sequences.reshape(len(scores), -1))
+    for each in processors:
+        scores = each(ids, scores)
+    return scores.numpy().reshape(logits.shape)
 
 
 def _is_private(

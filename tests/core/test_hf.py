@@ -572,6 +572,9 @@ PLAIN = [
 PLAIN_BEAMS = [
     dict(num_beams=2), dict(num_beams=4, num_return_sequences=4, length_penalty=2.0), dict(early_stopping=True),
     dict(early_stopping="never", length_penalty=-1.0), dict(early_stopping="never", length_penalty=1.5),
+    dict(no_repeat_ngram_size=2), dict(repetition_penalty=1.7, no_repeat_ngram_size=1, num_return_sequences=3),
+    dict(no_repeat_ngram_size=1, eos_token_id=list(range(1, 60)), early_stopping=True, renormalize_logits=True),
+    dict(repetition_penalty=3.0, decoder_input_ids=torch.full((6, 3), 7), min_new_tokens=4, forced_eos_token_id=1),
 ]  # fmt: skip
 
 
@@ -594,7 +597,7 @@ def test_plain_searches_are_our_own_loops(pair, batch, monkeypatch, options: dic
 def test_greedy_search_and_sampling_with_anything_else_run_step_by_step(pair, batch, monkeypatch, options) -> None:
     own, ours = pair
     monkeypatch.setattr("t5accel.backends.hf_loops.greedy_steps", None)
-    monkeypatch.setattr(AcceleratedT5, "forward", None)  # which transformers' loop would call
+    monkeypatch.setattr(AcceleratedT5, "__call__", None, raising=False)  # as transformers' loop would
     check(own, ours, batch, max_new_tokens=8, **options)
 
 
@@ -603,7 +606,7 @@ def test_greedy_search_and_sampling_with_anything_else_run_step_by_step(pair, ba
     [
         dict(return_dict_in_generate=True), dict(output_scores=True, return_dict_in_generate=True),
         dict(use_cache=False), dict(decoder_attention_mask=torch.ones(6, 1, dtype=torch.int64)),
-        dict(num_beams=2, repetition_penalty=1.5), dict(num_beams=2, do_sample=True),
+        dict(num_beams=2, sequence_bias=[[[40], 1.2]]), dict(num_beams=2, do_sample=True),
         dict(num_beams=2, output_scores=True, return_dict_in_generate=True),
     ],
 )  # fmt: skip
@@ -622,11 +625,9 @@ class Recorder(LogitsProcessor):
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, Any]] = []
-        self.threads = torch.get_num_threads()
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
         self.seen.append((input_ids.clone(), scores))
-        self.threads = torch.get_num_threads()
         if scores is None:
             return (input_ids[:, -1] % 7 == 0) & (len(self.seen) > 3)
         self.seen[-1] = (input_ids.clone(), scores.clone())
@@ -636,10 +637,10 @@ class Recorder(LogitsProcessor):
 @pytest.mark.parametrize("options", [{}, dict(do_sample=True, num_return_sequences=2)], ids=["greedy", "sampling"])
 def test_processors_and_criteria_see_what_transformers_shows(pair, batch, options: dict[str, Any]) -> None:
     seen = []
-    for model in pair:
+    for generate in (partial(reference, pair[0], batch), partial(pair[1].generate, **batch)):
         processor, criterion = Recorder(), Recorder()
-        torch.manual_seed(1)
-        model.generate(**batch, **SHORT, **options, logits_processor=[processor], stopping_criteria=[criterion])
+        torch.manual_seed(5)
+        generate(**SHORT, **options, logits_processor=[processor], stopping_criteria=[criterion])
         seen.append((processor.seen, criterion.seen))
     for expected, found in zip(*seen, strict=True):
         assert len(expected) == len(found) > 3
