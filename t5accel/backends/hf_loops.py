@@ -54,10 +54,6 @@ _WARPERS = {
 }
 
 
-# Functions of a row's tokens and scores alone, which ban at most a token for each one before.
-_HISTORY_PROCESSORS = {NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor}
-
-
 class BackendLoops:
     """Greedy search, sampling and beam search of `hf_generate.AcceleratedT5` on its backend."""
 
@@ -168,20 +164,15 @@ class BackendLoops:
         self, prefix: torch.Tensor, logits_processor: Any, generation_config: Any, **call: Any
     ) -> np.ndarray | None:
         config, beams = generation_config, generation_config.num_beams
-        others = [each for each in logits_processor if type(each) not in _HISTORY_PROCESSORS]
-        history = [each for each in logits_processor if type(each) in _HISTORY_PROCESSORS]
+        history = [each for each in logits_processor if _reads_history(each)]
+        others = [each for each in logits_processor if not _reads_history(each)]
         request = self._as_request(prefix[::beams], others, generation_config=config, rows=beams, **call)
         # An answer that ends with its first token, and a mode that transformers refuses, are left to it.
         if request is None or request.rules.forced_bos_token_id in request.eos_token_ids or config.low_memory:
             return None
         banned = len(request.rules.suppress_tokens) + (prefix.shape[1] + request.max_new_tokens) * bool(history)
-        # transformers goes on with what is banned, or with copies of the first beam, where candidates are too few.
-        if (
-            banned + (1 + len(request.eos_token_ids)) * beams > self.backend.vocab_size
-            and banned
-            or any(getattr(each, "prompt_ignore_length", None) is not None for each in history)
-        ):
-            return None
+        if banned and banned + (1 + len(request.eos_token_ids)) * beams > self.backend.vocab_size:
+            return None  # with too few candidates transformers takes banned ones, or copies of the first beam
         try:
             search = BeamState(
                 len(request.ids),
@@ -240,6 +231,12 @@ class BackendLoops:
         check_vocabulary(given, self.backend.vocab_size, "decoder_input_ids")
         ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
         return GenerationInputs(ids, mask, given, longest, max(0, min(least, longest)), next(iter(ends)), rules)
+
+
+def _reads_history(processor: Any) -> bool:
+    """Whether it is a function of one row's tokens and scores, and bans at most a token for each one before."""
+    is_known = type(processor) in (NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor)
+    return is_known and getattr(processor, "prompt_ignore_length", None) is None
 
 
 def _process(processors: Sequence[Any], sequences: np.ndarray, logits: np.ndarray) -> np.ndarray:

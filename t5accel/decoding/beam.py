@@ -383,9 +383,9 @@ class BeamTopK:
         """Return the best n = ``count`` continuations of each source, at most K * V.
 
         ``logits`` (B, K, V) are of the next token, ``scores`` (B, K) the sums of log-probabilities so far. Suppressed
-        tokens keep their share of the probability, as in transformers, unless ``renormalized``; ``processed`` logits are
-        added as they are. Returns new scores (B, n) float32, best first, the continued row and the token, both (B, n)
-        int64; equal scores come in any order.
+        tokens keep their share of the probability, as in transformers, unless ``renormalized``; ``processed`` logits
+        are added as they are. Returns new scores (B, n) float32, best first, the continued row and the token, both
+        (B, n) int64; equal scores come in any order.
         """
         batch, rows, vocab_size = logits.shape
         flat = np.ascontiguousarray(logits, dtype=np.float32).reshape(batch * rows, vocab_size)
