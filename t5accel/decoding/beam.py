@@ -396,7 +396,7 @@ class BeamTopK:
             flat[:, never] = -np.inf
         maxima, highest, shift = self._passes(flat)
         if processed and not renormalized:
-            np.negative(highest, out=shift)  # which is subtracted below
+            highest[:], shift[:] = 0, 0
         np.subtract(np.asarray(scores, dtype=np.float32).ravel(), shift, out=shift)
         # A column whose maximum is suppressed is overrated. There is one for each token and row: look at as many more.
         candidates = count + rows * len(never)
