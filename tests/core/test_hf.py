@@ -150,7 +150,6 @@ MODES: dict[str, dict[str, Any]] = {
     "no_repeat_ngram_size": dict(no_repeat_ngram_size=1, num_beams=2),
     "source's tokens": dict(encoder_repetition_penalty=3.0, encoder_no_repeat_ngram_size=2),
     "forced": dict(forced_bos_token_id=17, forced_eos_token_id=1),
-    "forced and suppressed": dict(forced_bos_token_id=17, suppress_tokens=[17]),
     "min_new_tokens": dict(min_new_tokens=9, eos_token_id=list(range(1, 100))),
     "rows that end": dict(eos_token_id=list(range(1, 60))),
     "samples that end": dict(do_sample=True, num_return_sequences=2, top_k=0, eos_token_id=list(range(1, 60))),
@@ -163,6 +162,8 @@ MODES: dict[str, dict[str, Any]] = {
     "no cache": dict(use_cache=False),
     "beams without a cache": dict(use_cache=False, num_beams=3),
 }
+if not V5:  # which refuses it
+    MODES["forced and suppressed"] = dict(forced_bos_token_id=17, suppress_tokens=[17])
 
 
 SAME_AS_GREEDY = {"greedy", "no cache"}
