@@ -65,11 +65,10 @@ class BackendLoops:
             tokens = decode(input_ids, **call)
             if tokens is not None:
                 return torch.from_numpy(tokens).to(input_ids.device)
-        with self._beside_the_runtime(**call):
-            # On a GPU transformers 5 draws once more than it says, before it looks whether all rows have ended.
-            if input_ids.device.type == "cpu" and _is_private(**call):
-                return self._steps(input_ids, streamer, **call)
-            return super()._sample(input_ids, streamer=streamer, **call)
+        # On a GPU transformers 5 draws once more than it says, before it looks whether all rows have ended.
+        if input_ids.device.type == "cpu" and _is_private(**call):
+            return self._steps(input_ids, streamer, **call)
+        return super()._sample(input_ids, streamer=streamer, **call)
 
     def _beam_search(self, input_ids: torch.Tensor, **call: Any) -> Any:
         with self._beside_the_runtime(**call):
@@ -82,7 +81,8 @@ class BackendLoops:
     @contextmanager
     def _beside_the_runtime(self, logits_processor: Any, stopping_criteria: Any, **_: Any) -> Iterator[None]:
         """Run transformers' own processors and criteria on one thread, if the backend's threads are not torch's."""
-        # ONNX Runtime's threads spin between two steps, and a second one of torch's waits milliseconds for its core.
+        # ONNX Runtime's threads spin between two steps. Where all beams' scores are normalised, a second thread of torch's
+        # waits milliseconds for its core. For sampling one thread was no gain.
         parts, threads = (*logits_processor, *stopping_criteria), torch.get_num_threads()
         device = getattr(getattr(self.backend, "settings", None), "device", None)
         if (

@@ -652,8 +652,7 @@ def test_processors_and_criteria_see_what_transformers_shows(pair, batch, option
                 assert_close(scores, own_scores, atol=ATOL)
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_processors_of_transformers_share_no_cores_with_the_runtime(tiny_t5, batch, monkeypatch, num_beams) -> None:
+def test_processors_of_beams_share_no_cores_with_the_runtime(tiny_t5, batch, monkeypatch) -> None:
     """Torch computes in one thread meanwhile, and neither other threads nor later calls notice."""
     own, seen, before = tiny_t5(), [], torch.get_num_threads()
     torch.set_num_threads(2)
@@ -667,7 +666,7 @@ def test_processors_of_transformers_share_no_cores_with_the_runtime(tiny_t5, bat
         return call(*arguments)
 
     monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", counted)
-    options: dict[str, Any] = dict(num_beams=num_beams, repetition_penalty=1.5, max_new_tokens=3, do_sample=False)
+    options: dict[str, Any] = dict(num_beams=3, repetition_penalty=1.5, max_new_tokens=3, do_sample=False)
     try:
         for backend in (on_onnx(own), TorchEager(own)):  # torch's own threads run the second one
             behind(backend, own).generate(**batch, **options)
