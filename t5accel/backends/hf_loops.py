@@ -81,8 +81,8 @@ class BackendLoops:
     @contextmanager
     def _beside_the_runtime(self, logits_processor: Any, stopping_criteria: Any, **_: Any) -> Iterator[None]:
         """Run transformers' own processors and criteria on one thread, if the backend's threads are not torch's."""
-        # ONNX Runtime's threads spin between two steps: a second thread of torch's waits milliseconds for its core where
-        # the scores of all beams are normalised. For sampling one thread was no gain.
+        # ONNX Runtime's threads spin between two steps: a second thread of torch's waits milliseconds for its core
+        # where the scores of all beams are normalised. For sampling one thread was no gain.
         parts, threads = (*logits_processor, *stopping_criteria), torch.get_num_threads()
         device = getattr(getattr(self.backend, "settings", None), "device", None)
         if (
