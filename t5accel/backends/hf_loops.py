@@ -1,12 +1,16 @@
-"""Searches of transformers' ``generate`` in our own loops, where a backend finds tokens without all their logits."""
+"""Searches of transformers' ``generate`` in our own loops."""
 
-# A processor, criterion, streamer or output that these loops do not know leaves the call to transformers, step by step.
+# Plain searches run on the backend alone. With other processors, criteria or streamers, greedy search and sampling do
+# what transformers' loop does. Beams with them, scores and a caller's cache are left to transformers' loops.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ from transformers.generation import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -34,7 +39,7 @@ from t5accel.decoding.beam import BeamState
 from t5accel.decoding.greedy_search import greedy_steps
 from t5accel.decoding.request import GenerationInputs, StepStream
 from t5accel.decoding.sampling import SamplingParams, generators, run_steps
-from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints
+from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import InputError
 
 _LENGTH_PROCESSORS = {MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor}
@@ -60,58 +65,114 @@ class BackendLoops:
             tokens = decode(input_ids, **call)
             if tokens is not None:
                 return torch.from_numpy(tokens).to(input_ids.device)
+        # On a GPU transformers 5 draws once more than it says, before it looks whether all rows have ended.
+        if input_ids.device.type == "cpu" and _is_private(**call):
+            return self._steps(input_ids, streamer, **call)
         return super()._sample(input_ids, streamer=streamer, **call)
 
     def _beam_search(self, input_ids: torch.Tensor, **call: Any) -> Any:
-        if hasattr(self.backend, "run_beams") and not call["generation_config"].do_sample:
-            tokens = self._beams(input_ids, **call)
-            if tokens is not None:
-                return torch.from_numpy(tokens).to(input_ids.device)
-        return super()._beam_search(input_ids, **call)
+        with self._beside_the_runtime(**call):
+            if not call["generation_config"].do_sample:
+                tokens = self._beams(input_ids, **call)
+                if tokens is not None:
+                    return torch.from_numpy(tokens).to(input_ids.device)
+            return super()._beam_search(input_ids, **call)
 
-    def _greedy(
-        self, prefix: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
-    ) -> np.ndarray | None:
-        request = self._as_greedy_request(prefix, logits_processor, stopping_criteria, generation_config, others)
+    @contextmanager
+    def _beside_the_runtime(self, logits_processor: Any, stopping_criteria: Any, **_: Any) -> Iterator[None]:
+        """Run transformers' own processors and criteria on one thread, if the backend's threads are not torch's."""
+        # ONNX Runtime's threads spin between two steps: a second thread of torch's waits milliseconds for its core
+        # where the scores of all beams are normalised. For sampling one thread was no gain.
+        parts, threads = (*logits_processor, *stopping_criteria), torch.get_num_threads()
+        device = getattr(getattr(self.backend, "settings", None), "device", None)
+        if (
+            device != "cpu"
+            or threads == 1
+            or not all(type(each).__module__.startswith("transformers.") for each in parts)
+        ):
+            yield
+            return
+        torch.set_num_threads(1)
+        # It holds for this thread, and for new threads of the process unless another one says otherwise.
+        others = threading.Thread(target=torch.set_num_threads, args=(threads,))
+        others.start()
+        others.join()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+    def _steps(
+        self,
+        sequences: torch.Tensor,
+        streamer: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        past_key_values: DecoderCache,
+        **_: Any,
+    ) -> torch.Tensor:
+        """transformers' ``_sample`` with any processors and criteria, draw by draw, without inputs and outputs."""
+        ends = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
+        is_open = torch.ones(len(sequences), dtype=torch.bool)
+        while True:
+            logits = past_key_values.append(sequences[:, past_key_values.length :])
+            scores = logits_processor(sequences, logits[:, -1].clone())  # which may write into them
+            if generation_config.do_sample:
+                tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+            else:
+                tokens = scores.argmax(dim=-1)
+            if ends:
+                tokens = torch.where(is_open, tokens, generation_config._pad_token_tensor)
+            sequences = torch.cat([sequences, tokens[:, None]], dim=-1)
+            if streamer is not None:
+                streamer.put(tokens)
+            is_open = is_open & ~stopping_criteria(sequences, None)
+            if not is_open.any():
+                break
+        if streamer is not None:
+            streamer.end()
+        return sequences
+
+    def _greedy(self, prefix: torch.Tensor, **call: Any) -> np.ndarray | None:
+        request = self._as_request(prefix, **call)
         if request is None:
             return None
-        steps = greedy_steps(self.backend, request, others["past_key_values"].state)
+        steps = greedy_steps(self.backend, request, call["past_key_values"].state)
         return StepStream(request.prefix, self.backend.pad_token_id, steps).generated().sequences
 
     def _draws_on_the_device(self) -> bool:
-        """On a CPU transformers draws, so that a seed of torch's gives its tokens."""
+        """On a CPU transformers' processors draw, so that a seed of torch's gives its tokens."""
         return hasattr(self.backend, "run_samples") and torch.device(self.backend.device).type != "cpu"
 
-    def _draw(
-        self, prefix: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
-    ) -> np.ndarray | None:
+    def _draw(self, prefix: torch.Tensor, logits_processor: Any, **call: Any) -> np.ndarray | None:
         found = _sampling(logits_processor) if self._draws_on_the_device() else None
         if found is None:
             return None
         sampling, processors = found
-        rules, processors = _constraints(processors, self.backend.vocab_size) or (NO_CONSTRAINTS, processors)
-        cache = others.get("past_key_values")
+        cache = call.get("past_key_values")
         rows = cache.shape[1] if isinstance(cache, DecoderCache) else 1
-        request = self._as_greedy_request(
-            prefix[::rows], processors, stopping_criteria, generation_config, others, rows
-        )
+        request = self._as_request(prefix[::rows], processors, rows=rows, **call)
         if request is None:
             return None
         given = np.repeat(request.prefix, rows, axis=0)
         draws = generators(int(torch.randint(2**62, ())), len(request.ids), rows)  # torch.manual_seed repeats them
-        steps = run_steps(self.backend, replace(request, rules=rules), given, sampling, draws, cache.state)
+        steps = run_steps(self.backend, request, given, sampling, draws, cache.state)
         return StepStream(given, self.backend.pad_token_id, steps).generated().sequences
 
     def _beams(
-        self, prefix: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
+        self, prefix: torch.Tensor, logits_processor: Any, generation_config: Any, **call: Any
     ) -> np.ndarray | None:
-        config, found = generation_config, _constraints(logits_processor, self.backend.vocab_size)
-        if found is None:
+        config, beams = generation_config, generation_config.num_beams
+        history = [each for each in logits_processor if _reads_history(each)]
+        others = [each for each in logits_processor if not _reads_history(each)]
+        request = self._as_request(prefix[::beams], others, generation_config=config, rows=beams, **call)
+        # An answer that ends with its first token, and a mode that transformers refuses, are left to it.
+        if request is None or request.rules.forced_bos_token_id in request.eos_token_ids or config.low_memory:
             return None
-        (rules, processors), beams = found, config.num_beams
-        request = self._as_greedy_request(prefix[::beams], processors, stopping_criteria, config, others, beams)
-        if request is None or rules.forced_bos_token_id in request.eos_token_ids:
-            return None  # an answer that ends with its first token
+        banned = len(request.rules.suppress_tokens) + (prefix.shape[1] + request.max_new_tokens) * bool(history)
+        if banned and banned + (1 + len(request.eos_token_ids)) * beams > self.backend.vocab_size:
+            return None  # with too few candidates transformers takes banned ones, or copies of the first beam
         try:
             search = BeamState(
                 len(request.ids),
@@ -122,34 +183,41 @@ class BackendLoops:
                 min_new_tokens=request.min_new_tokens,
                 length_penalty=config.length_penalty,
                 early_stopping=config.early_stopping,
-                rules=replace(rules, eos_token_ids=request.eos_token_ids),
+                rules=replace(request.rules, eos_token_ids=request.eos_token_ids),
                 has_prefix=request.prefix.shape[1] > 1,
             )
         except InputError:  # transformers searches more than `BeamState` does
             return None
-        search.run(self.backend, others["past_key_values"].state, request.prefix)
+        process = partial(_process, history) if history else None
+        search.run(self.backend, call["past_key_values"].state, request.prefix, process)
         pad = self.backend.pad_token_id or int(config._eos_token_tensor[0])  # transformers' own choice
         new, _ = search.best(config.num_return_sequences, pad_token_id=pad)
         return np.concatenate([np.repeat(request.prefix, config.num_return_sequences, axis=0), new], axis=1)
 
-    def _as_greedy_request(
-        self, prefix: torch.Tensor, processors: Any, criteria: Any, config: Any, others: dict[str, Any], rows: int = 1
+    def _as_request(
+        self,
+        prefix: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        rows: int = 1,
+        **others: Any,
     ) -> GenerationInputs | None:
-        """The inputs of our own loop; ``None`` unless only lengths and ends bound the call."""
+        """The inputs of our own loop; ``None`` unless only lengths, ends and `TokenConstraints` bound the call."""
         cache, read = others.get("past_key_values"), prefix.shape[1]
-        by_type = {type(each): each for each in (*processors, *criteria)}
+        found = _constraints(logits_processor, self.backend.vocab_size)
+        if found is None or not _is_private(**others) or cache.shape[1] != rows:
+            return None
+        rules, processors = found
+        by_type = {type(each): each for each in (*processors, *stopping_criteria)}
         # Each processor that knows of ends has the same ones.
         ends = {tuple(each.eos_token_id.tolist()) for each in by_type.values() if hasattr(each, "eos_token_id")}
         if (
-            others.get("decoder_attention_mask") is not None
-            or set(by_type) - _LENGTH_PROCESSORS != {MaxLengthCriteria, EosTokenCriteria}
-            or len(by_type) < len(processors) + len(criteria)
+            set(by_type) - _LENGTH_PROCESSORS != {MaxLengthCriteria, EosTokenCriteria}
+            or len(by_type) < len(processors) + len(stopping_criteria)
             or len(ends) != 1
-            or config._pad_token_tensor != self.backend.pad_token_id
+            or generation_config._pad_token_tensor != self.backend.pad_token_id
             or any(not 0 <= end < self.backend.vocab_size for end in next(iter(ends)))
-            or not isinstance(cache, DecoderCache)
-            or not cache.is_private
-            or cache.shape[1] != rows
         ):
             return None
         longest, least = by_type[MaxLengthCriteria].max_length - read, 0
@@ -162,7 +230,30 @@ class BackendLoops:
         given = prefix.cpu().numpy()
         check_vocabulary(given, self.backend.vocab_size, "decoder_input_ids")
         ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
-        return GenerationInputs(ids, mask, given, longest, max(0, min(least, longest)), next(iter(ends)))
+        return GenerationInputs(ids, mask, given, longest, max(0, min(least, longest)), next(iter(ends)), rules)
+
+
+def _reads_history(processor: Any) -> bool:
+    """Whether it is a function of one row's tokens and scores, and bans at most a token for each one before."""
+    is_known = type(processor) in (NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor)
+    return is_known and getattr(processor, "prompt_ignore_length", None) is None
+
+
+def _process(processors: Sequence[Any], sequences: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities (n, K, V) as processors leave them."""
+    scores = torch.tensor(logits.reshape(-1, logits.shape[-1])).log_softmax(dim=-1)
+    ids = torch.from_numpy(sequences.reshape(len(scores), -1))
+    for each in processors:
+        scores = each(ids, scores)
+    return scores.numpy().reshape(logits.shape)
+
+
+def _is_private(
+    past_key_values: Any = None, decoder_attention_mask: Any = None, synced_gpus: bool = False, **_: Any
+) -> bool:
+    """Whether nobody but the loop needs the cache, and none of its tokens is padding."""
+    is_own = isinstance(past_key_values, DecoderCache) and past_key_values.is_private
+    return is_own and decoder_attention_mask is None and not synced_gpus
 
 
 def _constraints(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConstraints, list[Any]] | None:
@@ -192,8 +283,9 @@ def _constraints(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConst
             fields["renormalize_logits"] = True
         else:
             others.append(each)
-    named = [*never, *(token for name, token in fields.items() if name.startswith("forced"))]
-    if len(seen) < len(processors) or max(named, default=0) >= vocab_size:  # transformers says what is wrong with those
+    forced = {token for name, token in fields.items() if name.startswith("forced")}
+    # transformers says what is wrong with tokens beyond the vocabulary, and whether a suppressed one is forced.
+    if len(seen) < len(processors) or max(never | forced, default=0) >= vocab_size or never & forced:
         return None
     return TokenConstraints(**fields, suppress_tokens=tuple(sorted(never))), others
 

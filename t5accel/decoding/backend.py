@@ -225,3 +225,15 @@ def expand_index_to_heads(index: np.ndarray, heads: int, width: int) -> np.ndarr
     """Repeat positions (R, n) for each head, flat in (R, H, width): (R * H * n,)."""
     first = np.arange(len(index) * heads).reshape(len(index), heads, 1) * width
     return (first + index[:, None, :]).ravel()
+
+
+def shrunk(going: np.ndarray, batch: int) -> np.ndarray | None:
+    """Select the sources to keep; ``None`` unless at least half can go.
+
+    Some ended sources stay: the new size is a power of two, so that memory and graphs for few sizes are made.
+    """
+    size = 1 << (len(going) - 1).bit_length()
+    if 2 * size > batch:
+        return None
+    others = np.setdiff1d(np.arange(batch), going)
+    return np.sort(np.concatenate([going, others[: size - len(going)]]))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from t5accel.checks import as_count, is_number
-from t5accel.decoding.backend import Backend, Generated, State, SuppressedTokens
+from t5accel.decoding.backend import Backend, Generated, State, SuppressedTokens, shrunk
 from t5accel.decoding.request import GenerationInputs
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, is_eos
 from t5accel.errors import InputError
@@ -19,6 +20,8 @@ DEFAULT_BEAMS = 4
 FIRST_RUN, LONGEST_RUN = 8, 32
 _LARGEST_EXPONENT = 70.0  # scores times or over exp(70) are still far from the ends of float32
 _BLOCK = 2**17  # scores processed at a time: half a megabyte, which stays in a core's L2 cache
+# From the sequences so far (n, K, L) and logits (n, K, V) to log-probabilities that are no more normalised.
+Process = Callable[[np.ndarray, np.ndarray], np.ndarray]
 START = 0  # the root of the tree; as a hypothesis, an empty one
 
 
@@ -225,17 +228,24 @@ class BeamState:
         self._nodes = np.full((batch, 1), START)  # of the first row of each source; the other rows' follow it
         self.length = 0
 
-    def run(self, backend: Backend, state: State, prefix: np.ndarray) -> None:
+    def run(self, backend: Backend, state: State, prefix: np.ndarray, process: Process | None = None) -> None:
         """Search to the end from an empty state and a ``prefix`` (B, T)."""
-        step_input = np.repeat(prefix[:, None], len(self._order), axis=1)  # (B, K, T)
-        if hasattr(backend, "run_beams") and self._ranked <= self._vocab_size:
+        step_input = sequences = np.repeat(prefix[:, None], len(self._order), axis=1)  # (B, K, T)
+        if process is None and hasattr(backend, "run_beams") and self._ranked <= self._vocab_size:
             return self._run_on_device(backend, state, step_input)
-        while (update := self.advance(backend.step(state, step_input)[:, :, -1])) is not None:
+        while True:
+            scores = backend.step(state, step_input)[:, :, -1]
+            scores = scores if process is None else process(sequences, scores)
+            if (update := self.advance(scores, processed=process is not None)) is None:
+                return None
             if update.kept is not None:
                 backend.select_sources(state, update.kept)
+                sequences = sequences[update.kept]
             if update.rows is not None:
                 backend.reorder(state, update.rows)
+                sequences = sequences[np.arange(len(sequences))[:, None], update.rows]
             step_input = update.tokens[:, :, None]  # (n, K, 1)
+            sequences = np.concatenate([sequences, step_input], axis=2)
 
     def _run_on_device(self, backend: Any, state: State, unread: np.ndarray) -> None:
         """Search by ``run_beams``: the backend ranks and reorders; its candidates are replayed here afterwards."""
@@ -269,13 +279,13 @@ class BeamState:
             if update is None:
                 return
 
-    def advance(self, logits: np.ndarray) -> BeamUpdate | None:
-        """Take a step with next-token logits (n, K, V); ``None`` ends the search."""
+    def advance(self, logits: np.ndarray, *, processed: bool = False) -> BeamUpdate | None:
+        """Take a step with next-token logits (n, K, V), or processed log-probabilities; ``None`` ends the search."""
         if (forced := self._forced()) is not None:
             return self._take(*self._continue_with(forced))
         return self._take(*self._topk.best(
             logits[:, : self._scores.shape[1]], self._scores, self._ranked, suppressed=self._suppressed(),
-            renormalized=self._rules.renormalize_logits,
+            renormalized=self._rules.renormalize_logits, processed=processed,
         ))  # fmt: skip
 
     def _forced(self) -> int | None:
@@ -331,18 +341,6 @@ class BeamState:
         return self._tree.sequences(nodes, pad_token_id=pad_token_id), self._finished.scores[:, :count].ravel()
 
 
-def shrunk(going: np.ndarray, batch: int) -> np.ndarray | None:
-    """Select the sources to keep; ``None`` unless at least half can go.
-
-    Some ended sources stay: the new size is a power of two, so that memory and graphs for few sizes are made.
-    """
-    size = 1 << (len(going) - 1).bit_length()
-    if 2 * size > batch:
-        return None
-    others = np.setdiff1d(np.arange(batch), going)
-    return np.sort(np.concatenate([going, others[: size - len(going)]]))
-
-
 def _length_penalty(value: Any, longest: int) -> float:
     most = _LARGEST_EXPONENT / math.log(max(longest, 2))
     if not is_number(value) or not abs(value) <= most:
@@ -380,12 +378,14 @@ class BeamTopK:
         *,
         suppressed: SuppressedTokens = None,
         renormalized: bool = False,
+        processed: bool = False,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the best n = ``count`` continuations of each source, at most K * V.
 
         ``logits`` (B, K, V) are of the next token, ``scores`` (B, K) the sums of log-probabilities so far. Suppressed
-        tokens keep their share of the probability, as in transformers, unless ``renormalized``. Returns new scores
-        (B, n) float32, best first, the continued row and the token, both (B, n) int64; equal scores come in any order.
+        tokens keep their share of the probability, as in transformers, unless ``renormalized``; ``processed`` logits
+        are added as they are. Returns new scores (B, n) float32, best first, the continued row and the token, both
+        (B, n) int64; equal scores come in any order.
         """
         batch, rows, vocab_size = logits.shape
         flat = np.ascontiguousarray(logits, dtype=np.float32).reshape(batch * rows, vocab_size)
@@ -395,6 +395,8 @@ class BeamTopK:
             flat = flat.copy()
             flat[:, never] = -np.inf
         maxima, highest, shift = self._passes(flat)
+        if processed and not renormalized:
+            highest[:], shift[:] = 0, 0
         np.subtract(np.asarray(scores, dtype=np.float32).ravel(), shift, out=shift)
         # A column whose maximum is suppressed is overrated. There is one for each token and row: look at as many more.
         candidates = count + rows * len(never)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from t5accel.checks import as_count, is_number
-from t5accel.decoding.backend import Backend, State
-from t5accel.decoding.beam import FIRST_RUN, LONGEST_RUN, shrunk
+from t5accel.decoding.backend import Backend, State, shrunk
+from t5accel.decoding.beam import FIRST_RUN, LONGEST_RUN
 from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
 from t5accel.decoding.token_constraints import is_eos
 from t5accel.errors import InputError

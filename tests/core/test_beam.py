@@ -364,10 +364,11 @@ def test_top_k_equals_a_sort(vocab_size, batch, rows, count, scale, seed, data: 
     suppressed = data.draw(st.none() | st.integers(0, vocab_size - 1))
     if suppressed is not None and data.draw(st.booleans()):
         logits[:, :, suppressed] += 3 * scale
-    before = logits.copy()
-    found, row, token = BeamTopK(vocab_size).best(logits, scores, count, suppressed=suppressed)
+    before, processed = logits.copy(), data.draw(st.booleans())
+    found, row, token = BeamTopK(vocab_size).best(logits, scores, count, suppressed=suppressed, processed=processed)
     np.testing.assert_array_equal(logits, before)
-    exact = logits - np.logaddexp.reduce(logits.astype(np.float64), axis=2, keepdims=True) + scores[:, :, None]
+    total = 0 if processed else np.logaddexp.reduce(logits.astype(np.float64), axis=2, keepdims=True)
+    exact = logits - total + scores[:, :, None]
     if suppressed is not None:
         exact[:, :, suppressed] = -np.inf
     flat = exact.reshape(batch, -1)

@@ -6,6 +6,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from programs import NoMask, NoReorder, broken
 from refused import refused
 from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessor, TextIteratorStreamer
+from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from bench.baselines.ort_iobinding import OrtBound
 from bench.evaluation import rows as task_rows
@@ -112,10 +114,11 @@ def check(own: Any, ours: Any, batch: dict[str, torch.Tensor], *, distinct: int 
     """Both generate the same, which varies; returns it."""
     expected = reference(own, batch, **options)
     assert_varied(expected, distinct)
+    left = torch.get_rng_state()
     torch.manual_seed(5)
     with quiet():
         sequences = ours.generate(**batch, **options)
-    assert sequences.dtype == torch.int64
+    assert sequences.dtype == torch.int64 and torch.equal(torch.get_rng_state(), left)
     assert torch.equal(sequences, expected), "the tokens differ"
     return expected
 
@@ -149,6 +152,7 @@ MODES: dict[str, dict[str, Any]] = {
     "forced": dict(forced_bos_token_id=17, forced_eos_token_id=1),
     "min_new_tokens": dict(min_new_tokens=9, eos_token_id=list(range(1, 100))),
     "rows that end": dict(eos_token_id=list(range(1, 60))),
+    "samples that end": dict(do_sample=True, num_return_sequences=2, top_k=0, eos_token_id=list(range(1, 60))),
     "beams that end": dict(num_beams=3, eos_token_id=list(range(1, 60)), num_return_sequences=2),
     "suppressed": dict(suppress_tokens=list(range(0, 300, 3)), begin_suppress_tokens=list(range(0, 300, 5))),
     "sequence_bias": dict(sequence_bias=[[[40], 1.2], [[41, 42], 3.0]], renormalize_logits=True),
@@ -158,6 +162,8 @@ MODES: dict[str, dict[str, Any]] = {
     "no cache": dict(use_cache=False),
     "beams without a cache": dict(use_cache=False, num_beams=3),
 }
+if not V5:  # which refuses it
+    MODES["forced and suppressed"] = dict(forced_bos_token_id=17, suppress_tokens=[17])
 
 
 SAME_AS_GREEDY = {"greedy", "no cache"}
@@ -208,7 +214,7 @@ def test_nothing_of_a_source_is_repeated(pair, batch) -> None:
     log = Log(ours.backend)
     ours.generate(**batch, num_beams=4, **SHORT)
     assert log.counts["encode"] == 1 and log.started == [4] and log.counts["select_sources"] == 0
-    assert log.stepped == [(6, 4, 1)] * 10 and log.counts["reorder"] == 10
+    assert log.stepped == [(6, 4, 1)] * 10 and 0 < log.counts["reorder"] < 10
     log = Log(ours.backend)
     ours.generate(**batch, do_sample=True, num_return_sequences=3, max_new_tokens=2)
     assert log.started == [3] and log.stepped == [(6, 3, 1)] * 2
@@ -557,34 +563,120 @@ def test_a_cache_goes_on_in_another_call(pair, batch) -> None:
     assert torch.equal(sequences, reference(own, batch, **SHORT)) and log.stepped == [(6, 1, 1)] * 5
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, dict(min_new_tokens=4), dict(min_length=4), dict(min_new_tokens=8),
-        dict(decoder_input_ids=torch.full((6, 3), 7), min_length=6), dict(decoder_input_ids=torch.full((6, 3), 7)),
-        dict(eos_token_id=5), dict(eos_token_id=[1, 5]), dict(eos_token_id=[5, 1, 17], min_new_tokens=3),
-    ],
-)  # fmt: skip
-def test_plain_greedy_search_is_our_own_loop(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
+PLAIN = [
+    {}, dict(min_new_tokens=4), dict(min_length=4), dict(min_new_tokens=8), dict(eos_token_id=5),
+    dict(eos_token_id=[1, 5]), dict(eos_token_id=[5, 1, 17], min_new_tokens=3), dict(eos_token_id=list(range(1, 60))),
+    dict(decoder_input_ids=torch.full((6, 3), 7)), dict(decoder_input_ids=torch.full((6, 3), 7), min_length=6),
+    dict(bad_words_ids=[[9]], forced_eos_token_id=1, suppress_tokens=list(range(0, 300, 3))),
+    dict(forced_bos_token_id=17, min_new_tokens=2, renormalize_logits=True),
+]  # fmt: skip
+PLAIN_BEAMS = [
+    dict(num_beams=2), dict(num_beams=4, num_return_sequences=4, length_penalty=2.0), dict(early_stopping=True),
+    dict(early_stopping="never", length_penalty=-1.0), dict(early_stopping="never", length_penalty=1.5),
+    dict(no_repeat_ngram_size=2), dict(repetition_penalty=1.7, no_repeat_ngram_size=1, num_return_sequences=3),
+    dict(no_repeat_ngram_size=1, eos_token_id=list(range(1, 60)), early_stopping=True, renormalize_logits=True),
+    dict(repetition_penalty=3.0, decoder_input_ids=torch.full((6, 3), 7), min_new_tokens=4, forced_eos_token_id=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [*PLAIN, *(dict(num_beams=3) | each for each in PLAIN + PLAIN_BEAMS)])
+def test_plain_searches_are_our_own_loops(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
     own, ours = pair
-    monkeypatch.setattr("t5accel.backends.hf_cache.DecoderCache.append", None)  # which transformers' loop would call
+    monkeypatch.setattr(DecoderCache, "append", None)  # which any other loop would call
     check(own, ours, batch, max_new_tokens=8, **options)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        dict(do_sample=True), dict(num_beams=2), dict(output_scores=True, return_dict_in_generate=True),
-        dict(use_cache=False), dict(repetition_penalty=1.5), dict(bad_words_ids=[[9]]), dict(max_time=60.0),
-        dict(eos_token_id=[1, 300]), dict(pad_token_id=5), dict(forced_eos_token_id=1),
-        dict(logits_processor=[lambda ids, scores: scores]),
-        dict(stopping_criteria=[lambda ids, scores: ids[:, 0] < 0]),
+        dict(do_sample=True), dict(repetition_penalty=1.5), dict(max_time=60.0), dict(eos_token_id=[1, 300]),
+        dict(pad_token_id=5, eos_token_id=list(range(1, 60))), dict(begin_suppress_tokens=list(range(0, 300, 2))),
+        dict(do_sample=True, num_return_sequences=2, logits_processor=[Favour()], min_new_tokens=3),
+        dict(stopping_criteria=[lambda ids, scores: ids[:, -1] % 3 == 0], eos_token_id=5),
+    ],
+)  # fmt: skip
+def test_greedy_search_and_sampling_with_anything_else_run_step_by_step(pair, batch, monkeypatch, options) -> None:
+    own, ours = pair
+    monkeypatch.setattr("t5accel.backends.hf_loops.greedy_steps", None)
+    monkeypatch.setattr(AcceleratedT5, "__call__", None, raising=False)  # as transformers' loop would
+    check(own, ours, batch, max_new_tokens=8, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(return_dict_in_generate=True), dict(output_scores=True, return_dict_in_generate=True),
+        dict(use_cache=False), dict(decoder_attention_mask=torch.ones(6, 1, dtype=torch.int64)),
+        dict(num_beams=2, sequence_bias=[[[40], 1.2]]), dict(num_beams=2, do_sample=True),
+        dict(num_beams=2, output_scores=True, return_dict_in_generate=True),
     ],
 )  # fmt: skip
 def test_whatever_else_is_asked_runs_in_transformers_loop(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
-    _, ours = pair
-    monkeypatch.setattr("t5accel.backends.hf_loops.greedy_steps", None)
-    ours.generate(**batch, max_new_tokens=3, **options)
+    own, ours = pair
+    for name in ("greedy_steps", "BeamState", "BackendLoops._steps"):
+        monkeypatch.setattr(f"t5accel.backends.hf_loops.{name}", None)
+    expected = reference(own, batch, max_new_tokens=5, **options)
+    torch.manual_seed(5)
+    found = ours.generate(**batch, max_new_tokens=5, **options)
+    assert torch.equal(*(getattr(each, "sequences", each) for each in (found, expected)))
+
+
+class Recorder(LogitsProcessor):
+    """Keeps what it is given, as a processor and as a criterion, and bans the token that it saw last."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, Any]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        self.seen.append((input_ids.clone(), scores))
+        if scores is None:
+            return (input_ids[:, -1] % 7 == 0) & (len(self.seen) > 3)
+        self.seen[-1] = (input_ids.clone(), scores.clone())
+        return scores.scatter_(1, input_ids[:, -1:], -torch.inf)  # in place
+
+
+@pytest.mark.parametrize("options", [{}, dict(do_sample=True, num_return_sequences=2)], ids=["greedy", "sampling"])
+def test_processors_and_criteria_see_what_transformers_shows(pair, batch, options: dict[str, Any]) -> None:
+    seen = []
+    for generate in (partial(reference, pair[0], batch), partial(pair[1].generate, **batch)):
+        processor, criterion = Recorder(), Recorder()
+        torch.manual_seed(5)
+        generate(**SHORT, **options, logits_processor=[processor], stopping_criteria=[criterion])
+        seen.append((processor.seen, criterion.seen))
+    for expected, found in zip(*seen, strict=True):
+        assert len(expected) == len(found) > 3
+        for (ids, scores), (own_ids, own_scores) in zip(found, expected, strict=True):
+            assert torch.equal(ids, own_ids) and (scores is None) == (own_scores is None)
+            if scores is not None:
+                assert scores.dtype == own_scores.dtype == torch.float32
+                assert_close(scores, own_scores, atol=ATOL)
+
+
+def test_processors_of_beams_share_no_cores_with_the_runtime(tiny_t5, batch, monkeypatch) -> None:
+    """Torch computes in one thread meanwhile, and neither other threads nor later calls notice."""
+    own, seen, before = tiny_t5(), [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    call = RepetitionPenaltyLogitsProcessor.__call__
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as new:
+            seen.append((torch.get_num_threads(), new.submit(torch.get_num_threads).result()))
+        if len(seen) == 12:
+            raise KeyboardInterrupt
+        return call(*arguments)
+
+    monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", counted)
+    options: dict[str, Any] = dict(num_beams=3, repetition_penalty=1.5, max_new_tokens=3, do_sample=False)
+    try:
+        for backend in (on_onnx(own), TorchEager(own)):  # torch's own threads run the second one
+            behind(backend, own).generate(**batch, **options)
+        behind(on_onnx(own), own).generate(**batch, **options, logits_processor=[Favour()])  # which may be a model
+        assert seen == [(1, 2)] * 3 + [(2, 2)] * 6
+        with pytest.raises(KeyboardInterrupt):
+            behind(on_onnx(own), own).generate(**batch, **options)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 # --------------------------------------------------------------------------------------------------------- bad backends
