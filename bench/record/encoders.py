@@ -36,6 +36,7 @@ SYSTEMS = {
     "optimum-onnx": ("optimum", "ours", "fp32"),
     "OpenVINO": ("openvino", "openvino", "fp32"),
     "OpenVINO int8": ("openvino-int8", "openvino", "int8"),
+    "llama.cpp q8_0": ("llama-cpp", "llama-cpp", "int8"),
     "t5accel": ("ours", "ours", "fp32"),
     "t5accel int8": ("ours-int8", "ours", "int8"),
     "t5accel int4": ("ours-int4", "ours", "int4"),
