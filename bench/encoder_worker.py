@@ -194,8 +194,10 @@ def _write_gguf(folder: Path, path: Path) -> None:
 
 def _ours(precision: str) -> Callable[[Path, Path, int], Encode]:
     def load(folder: Path, scratch: Path, threads: int) -> Encode:
-        from t5accel.encoder import AcceleratedEncoder
+        from t5accel.encoder import IN_TORCH, AcceleratedEncoder
 
+        if precision in IN_TORCH:
+            return AcceleratedEncoder.from_pretrained(folder, precision=precision, threads=threads).encode
         if not scratch.exists():
             from t5accel.graphs.encoder_export import export_encoder
 
@@ -208,7 +210,7 @@ def _ours(precision: str) -> Callable[[Path, Path, int], Encode]:
 ENCODERS = {
     "torch": _torch("float32"), "torch-bf16": _torch("bfloat16"), "torch-int8": _dynamic_int8, "optimum": _optimum,
     "openvino": _openvino(32), "openvino-int8": _openvino(8), "llama-cpp": _llama_cpp,
-    "ours": _ours("fp32"), "ours-int8": _ours("int8"), "ours-int4": _ours("int4"),
+    "ours": _ours("fp32"), "ours-bf16": _ours("bf16"), "ours-int8": _ours("int8"), "ours-int4": _ours("int4"),
 }  # fmt: skip
 PACKAGES = ("torch", "transformers", "onnxruntime", "optimum-onnx", "optimum-intel", "openvino", "nncf", "gguf")
 
