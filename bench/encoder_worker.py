@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-LLAMA_TOKENS, LLAMA_TEXTS = 512, 16  # of one of llama.cpp's batches, in which every token sees scores of all others
+LLAMA_TOKENS = 512  # of llama.cpp's longest text
 Encode = Callable[[np.ndarray], Any]  # (B, S) ids, all of them real, to (B, S, d_model)
 
 
@@ -113,8 +113,8 @@ def _llama_cpp(folder: Path, scratch: Path, threads: int) -> Encode:
     ggml.ggml_backend_load_all_from_path(str(place).encode())
 
     class Parameters(ctypes.Structure):  # of a model or a context; larger than either
-        _fields_ = [*((name, ctypes.c_uint32) for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max")),
-                    ("others", ctypes.c_char * 1008)]  # fmt: skip
+        _fields_ = [*((name, ctypes.c_uint32) for name in ("n_ctx", "n_batch", "n_ubatch")),
+                    ("others", ctypes.c_char * 1012)]  # fmt: skip
 
     class Batch(ctypes.Structure):
         _fields_ = [("n_tokens", ctypes.c_int32), ("token", ctypes.POINTER(ctypes.c_int32)), ("embd", ctypes.c_void_p),
@@ -136,7 +136,6 @@ def _llama_cpp(folder: Path, scratch: Path, threads: int) -> Encode:
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     parameters = llama.llama_context_default_params()
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = LLAMA_TOKENS
-    parameters.n_seq_max = LLAMA_TEXTS
     context = llama.llama_init_from_model(model, parameters)
     llama.llama_set_embeddings(context, True)
     llama.llama_set_n_threads(context, threads, threads)
@@ -144,19 +143,16 @@ def _llama_cpp(folder: Path, scratch: Path, threads: int) -> Encode:
     width = json.loads((folder / "config.json").read_text())["d_model"]
 
     def encode(ids: np.ndarray) -> np.ndarray:
-        length = ids.shape[1]
-        at_once = max(1, min(LLAMA_TEXTS, LLAMA_TOKENS // length))
         states = np.empty((*ids.shape, width), np.float32)
-        for first in range(0, len(ids), at_once):
-            part = ids[first : first + at_once]
-            batch.n_tokens = part.size
-            for place, token in enumerate(part.ravel().tolist()):
-                batch.token[place], batch.pos[place], batch.logits[place] = token, place % length, 1
-                batch.n_seq_id[place], batch.seq_id[place][0] = 1, place // length
+        batch.n_tokens = ids.shape[1]
+        # Text by text: in a joint batch every token has scores with the tokens of all texts, and that takes longer.
+        for text, found in zip(ids.tolist(), states, strict=True):
+            for place, token in enumerate(text):
+                batch.token[place], batch.pos[place], batch.logits[place] = token, place, 1
+                batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
             if llama.llama_encode(context, batch):
                 raise RuntimeError("llama_encode failed.")
-            found = np.ctypeslib.as_array(llama.llama_get_embeddings(context), (*part.shape, width))
-            states[first : first + at_once] = found
+            found[:] = np.ctypeslib.as_array(llama.llama_get_embeddings(context), found.shape)
         return states
 
     return encode
