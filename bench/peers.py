@@ -92,13 +92,14 @@ class Grid:
     # leaves memory for. () is all systems.
     groups: tuple[tuple[str, ...], ...] = ((),)
     environments: Mapping[str, str] = field(default_factory=dict)  # replacements, by the systems' own ones
+    reference: str = REFERENCE
 
     def systems(self, wanted: Sequence[str] | None = None) -> list[list[PeerSystem]]:
         """The (``wanted``) systems of each group, the reference first."""
         groups = [group or tuple(system.name for system in PEERS) for group in self.groups]
-        chosen = [{name for name in group if not wanted or name in wanted} - {REFERENCE} for group in groups]
+        chosen = [{name for name in group if not wanted or name in wanted} - {self.reference} for group in groups]
         moved = [replace(one, environment=self.environments.get(one.environment, one.environment)) for one in PEERS]
-        return [[system for system in moved if system.name in (REFERENCE, *names)] for names in chosen if names]
+        return [[system for system in moved if system.name in (self.reference, *names)] for names in chosen if names]
 
 
 GRIDS = {
@@ -111,6 +112,15 @@ GRIDS = {
         ((OPTIMUM, "OpenVINO", "CTranslate2", OURS, OURS_EXACT),
          ("optimum-onnx int8", "OpenVINO int8", "CTranslate2 int8", OURS_INT8, OURS_INT8_THROUGHPUT)),
         {"openvino": "openvino4"},
+    ),
+    # transformers 4 does not read T5Gemma 2, nor do optimum's exporters read either.
+    "gemma": Grid(
+        ("random:t5gemma-2-270m-270m", "random:t5gemma-b-b"),
+        tuple(Work(batch, 128, tokens, beams) for batch, tokens in ((1, 32), (8, 16)) for beams in (1, 4)),
+        (Work(1, 128, 32),),
+        (("CTranslate2", "CTranslate2 int8", OURS, OURS_EXACT, OURS_INT8, OURS_INT8_THROUGHPUT, OURS_INT4),),
+        {"ctranslate2": "ctranslate2-v5"},
+        "transformers 5",
     ),
 }  # fmt: skip
 Generate = Callable[[np.ndarray, Work], np.ndarray]  # from input_ids (B, S) to the new tokens (B, L)

@@ -40,6 +40,7 @@ BOARDS = (
     ("peers-cpu.json", "Beside its peers, AMD EPYC", PEERS),
     ("peers-cpu-intel.json", "Beside its peers, Intel Xeon", PEERS),
     ("peers-families.json", "Other families beside their peers", {"model": lambda row: row["model"], **PEERS}),
+    ("peers-gemma.json", "T5Gemma beside its peers", {"model": lambda row: row["model"], **PEERS}),
     ("bert.json", "A BERT that answers questions", BERT),
 )
 FILTERED = {"cell", "model", "precision", "batch", "source_tokens", "beams", "gate", "task", "technique*", "hardware"}

@@ -1,14 +1,17 @@
 """Measure our encoder alone beside its peers: time, peak memory and cosine to torch's fp32.
 
-OpenVINO's environment is that of `make peers`. ``data/results/encoders-cpu.json`` is a run. Each encoder has its own
-process, whose peak is that of loading and of its largest batch so far; other processes have converted the model.
+OpenVINO's environment is that of `make peers`; `make build/peers/llama-cpp/package` makes llama.cpp's.
+``data/results/encoders-*.json`` are runs. Each encoder has its own process, whose peak is that of loading and of its
+largest batch so far; other processes have converted the model.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +39,9 @@ SYSTEMS = {
     "optimum-onnx": ("optimum", "ours", "fp32"),
     "OpenVINO": ("openvino", "openvino", "fp32"),
     "OpenVINO int8": ("openvino-int8", "openvino", "int8"),
+    "llama.cpp q8_0": ("llama-cpp", "llama-cpp", "int8"),
     "t5accel": ("ours", "ours", "fp32"),
+    "t5accel bf16": ("ours-bf16", "ours", "bf16"),
     "t5accel int8": ("ours-int8", "ours", "int8"),
     "t5accel int4": ("ours-int4", "ours", "int4"),
 }
@@ -90,10 +95,13 @@ def least_cosine(states: np.ndarray, reference: np.ndarray) -> float:
     return float(((states * reference).sum(axis=-1) / lengths).min())
 
 
-def measure(workers: dict[str, EncoderWorker], scratch: Path, *, rounds: int, model: str, threads: int) -> list[Row]:
+def measure(
+    workers: dict[str, EncoderWorker], cells: Sequence[tuple[int, int]], scratch: Path, *, rounds: int, model: str,
+    threads: int,
+) -> list[Row]:  # fmt: skip
     """A row for each system and cell; the first system is the reference."""
     rows: list[Row] = []
-    for batch, length in tqdm(CELLS, unit="cell"):
+    for batch, length in tqdm(cells, unit="cell"):
         ids = np.random.default_rng(0).integers(3, 32_000, (batch, length))
         np.save(given := scratch / "ids.npy", ids)
         entries = [
@@ -115,6 +123,7 @@ def main() -> None:
     parser = record_parser(__doc__.splitlines()[0], rounds=7)
     parser.add_argument("--build", type=Path, default=ROOT / "build/peers", help="where the environments are")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS], help="the first is the reference")
+    parser.add_argument("--cells", nargs="+", type=lambda text: tuple(map(int, text.split(","))), default=CELLS)
     args = parser.parse_args()
     threads, model = machine.cpu_threads(), args.build / "models" / "t5-base-encoder"
     save_encoder(MODEL, model)
@@ -126,10 +135,10 @@ def main() -> None:
     ]  # fmt: skip
     versions = {f"{name}: {key}": value for name, worker in workers.items() for key, value in worker.versions.items()}
     with TemporaryDirectory() as scratch:
-        rows = measure(workers, Path(scratch), rounds=args.rounds, model=MODEL, threads=threads)
+        rows = measure(workers, args.cells, Path(scratch), rounds=args.rounds, model=MODEL, threads=threads)
     for worker in workers.values():
         worker.close()
-    command = f"python -m bench.record.encoders --rounds {args.rounds} --json {args.json.name}"
+    command = shlex.join(["python", "-m", "bench.record.encoders", *sys.argv[1:]])
     write_rows(args.json, [*loaded, *rows], command=command, versions={**machine.versions(), **versions})
 
 

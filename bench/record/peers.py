@@ -38,7 +38,7 @@ from bench.peers import (
 from bench.results import Row, environment, rows_so_far, write_rows
 from t5accel import machine
 from t5accel.errors import InputError, PeerError
-from t5accel.models.families import family_of
+from t5accel.models.families import BEYOND_T5, family_of
 from t5accel.models.load import load_model
 from t5accel.timing import Work
 
@@ -49,14 +49,14 @@ SHORT_OF_MEMORY = 0.7  # of what systems left free when they were loaded; the la
 def save_model(name: str, folder: Path) -> None:
     """What every system reads: a model of random weights, as `save_pretrained` writes it.
 
-    Of families beyond T5 it is like published checkpoints in what CTranslate2 counts on: the pad token's embedding is
+    Of BART and its kin it is like published checkpoints in what CTranslate2 counts on: the pad token's embedding is
     zero, and the configuration names where norms stand. No last token is forced, for the length is.
     """
     if (folder / "config.json").exists():
         return
     model = load_model(name)[0]
     family = family_of(model.config, name)
-    if not family.is_relative:
+    if family.model_type in BEYOND_T5:
         model.get_input_embeddings().weight.data[model.config.pad_token_id] = 0.0
         model.config.update({"normalize_before": family.norm_first, "normalize_embedding": family.norm_embedding})
         model.config.forced_eos_token_id = model.generation_config.forced_eos_token_id = None

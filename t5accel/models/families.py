@@ -150,6 +150,8 @@ PEGASUS = Family(
 _GEMMA = dict(norm="rms", norm_first=True, biases=False, head_bias=False)
 _GEMMA_3_270M = dict(vocab_size=262144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18,
                      num_attention_heads=4, num_key_value_heads=1, sliding_window=512)  # fmt: skip
+_GEMMA_B = dict(vocab_size=256000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
+                num_attention_heads=12, num_key_value_heads=12, head_dim=64, query_pre_attn_scalar=64)  # fmt: skip
 _LITTLE = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
 # Zhang et al. 2025, text alone: no graph reads the vision tower, of which random weights have the least that there is.
 T5GEMMA_2 = GemmaFamily(
@@ -164,7 +166,12 @@ T5GEMMA_2 = GemmaFamily(
 )
 # Zhang et al. 2025: separate cross-attention, and soft caps.
 T5GEMMA = GemmaFamily(
-    "t5gemma", "T5GemmaForConditionalGeneration", **_GEMMA, merges_attention=False, has_soft_caps=True
+    "t5gemma",
+    "T5GemmaForConditionalGeneration",
+    **_GEMMA,
+    merges_attention=False,
+    has_soft_caps=True,
+    sizes={"t5gemma-b-b": dict(encoder=_GEMMA_B, decoder=_GEMMA_B)},
 )
 
 BEYOND_T5 = {family.model_type: family for family in (BART, MBART, MARIAN, M2M_100, PEGASUS)}

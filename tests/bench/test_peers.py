@@ -198,6 +198,11 @@ def test_each_group_of_systems_has_the_reference_in_front():
         name for part in GRIDS["families"].groups for name in part
     }
     assert named <= {s.name for group in groups for s in group}
+    (gemma,) = GRIDS["gemma"].systems()
+    assert gemma[0].name == "transformers 5" and {"CTranslate2", OURS, OURS_EXACT, "t5accel int4"} < {
+        s.name for s in gemma
+    }
+    assert "transformers4" not in {s.environment for s in gemma}
     ((only,),) = [[s.name for s in group[1:]] for group in GRIDS["families"].systems([OPTIMUM])]
     assert only == OPTIMUM
 

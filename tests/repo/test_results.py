@@ -251,12 +251,15 @@ def test_what_was_timed_on_a_gpu_was_compared_before(path: Path) -> None:
         assert row["equal"] == row["of"] if "gpt2" in row["cell"] else row.get("error", 0) < 0.01, row["system"]
 
 
-def test_the_readme_says_how_models_of_other_families_stand() -> None:
-    rows = read("peers-families.json")["rows"]
+@pytest.mark.parametrize(
+    ("name", "heading"), [("peers-families.json", "## Beyond T5"), ("peers-gemma.json", "### T5Gemma")]
+)
+def test_the_readme_says_how_models_of_other_families_stand(name: str, heading: str) -> None:
+    rows = read(name)["rows"]
     assert all(
         row["equal"] == row["of"] for row in rows if row["precision"] == "fp32" and row["system"] in (OURS, OURS_EXACT)
     )
-    part = README.split("## Beyond T5\n")[1].split("\n## ")[0]
+    part = README.split(f"{heading}\n")[1].split("\n##")[0]
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("| ")]
     boards = [
         peer_results(rows),
@@ -267,7 +270,7 @@ def test_the_readme_says_how_models_of_other_families_stand() -> None:
         for model, text in zip(table[0][1:], quoted, strict=True):
             ratios = [result.ratio for result in board if result.model == model]
             assert text == "–".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))), model
-    assert len(table[0]) == 6 and {row["model"] for row in rows} == {f"random:{name}" for name in table[0][1:]}
+    assert {row["model"] for row in rows} == {f"random:{model}" for model in table[0][1:]}
 
 
 def test_the_peers_were_measured_on_the_whole_grid_and_the_readme_says_how_we_stand() -> None:
