@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from t5accel.backends.ort_memory import BufferPool
+from t5accel.backends.ort_memory import BufferPool, KVBuffers, PendingCopy
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, OrtState
 from t5accel.decoding.backend import PastLengths, SuppressedTokens
 from t5accel.decoding.greedy_search import argmax_tokens
@@ -27,36 +27,6 @@ SOURCE_COLUMNS = 16  # sources that others may join are padded to multiples of i
 MAX_SPARE_COLUMNS = 512  # of new buffers, where unused memory has room for more
 MIN_ONNXRUNTIME = (1, 31)  # before, the operator returned garbage for an empty past and wrote beyond its buffers
 MAX_STEPWISE_PREFIX = 8  # tokens; opening the portable graph takes longer than so many steps
-
-PendingCopy = tuple[np.ndarray, Any, np.ndarray]  # the array, where in it, and the new values
-
-
-@dataclass
-class KVBuffers:
-    """The past of R rows in M columns, and the other arrays that a step reads and writes."""
-
-    # By H, keys and values in turn of all layers with H heads: (n, R', H, M, d_kv) float32, R' >= R.
-    capacity: dict[int, np.ndarray]
-    mask: np.ndarray  # (R, M) int32, 0 in front of a row's past
-    source_mask: np.ndarray  # (B, S) int32
-    tokens: np.ndarray  # (R, 1) int64
-    length: np.ndarray  # (1,) int32, the column that the step writes
-    results: dict[str, np.ndarray]  # the graph's outputs, by name
-    padding: np.ndarray | None = None  # of the `PastLengths` that both masks show
-    pending_copies: list[PendingCopy] = field(default_factory=list, repr=False)
-    bindings: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict, repr=False)
-
-    @property
-    def kv(self) -> dict[int, np.ndarray]:
-        """The rows of ``capacity`` in use: (n, R, H, M, d_kv) each."""
-        return {heads: group[:, : len(self.tokens)] for heads, group in self.capacity.items()}
-
-    def flush(self) -> None:
-        """Write the pending copies. Safe to interrupt and call again."""
-        while self.pending_copies:
-            array, where, new = self.pending_copies[-1]
-            array[where] = new
-            self.pending_copies.pop()
 
 
 @dataclass
@@ -458,7 +428,7 @@ class FusedDecoder:
         mask[:before, :longest] = state.source.mask
         mask[places, :length], mask[places, length:] = source.mask, 0
         for array, name in zip(capacity, self.cross_names, strict=True):
-            array[places, :, :length] = source.inputs[name]  # what is masked behind it is finite
+            array[places, :, :length], array[places, :, length:] = source.inputs[name], 0
         return self._source([array[:total] for array in capacity], mask), capacity, is_new, recopied
 
     def _cross_arrays(self, rows: int, length: int) -> list[np.ndarray]:
