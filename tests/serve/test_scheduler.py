@@ -162,7 +162,8 @@ def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[RequestHandle]
 
 @settings(max_examples=60, deadline=None)
 @given(
-    events=EVENTS, rows=st.integers(4, 9), kind=st.sampled_from([Joining, Alone, Replacing]), cache=st.sampled_from([0, 10**6]),
+    events=EVENTS, rows=st.integers(4, 9), kind=st.sampled_from([Joining, Alone, Replacing]),
+    cache=st.sampled_from([0, 10**6]),
     rules=st.sampled_from([
         NO_CONSTRAINTS, NO_CONSTRAINTS, TokenConstraints(4, 1, (5, 6)), TokenConstraints(forced_eos_token_id=1),
         TokenConstraints(suppress_tokens=(3,)),
