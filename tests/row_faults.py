@@ -5,15 +5,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t5accel.backends.ort_static import FusedDecoder, KVBuffers
+from t5accel.backends.ort_memory import KVBuffers
+from t5accel.backends.ort_static import FusedDecoder
 from t5accel.decoding.backend import PastLengths
 
 
 def stale_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there before a row came is taken for its history."""
-    monkeypatch.setattr(
-        PastLengths, "joined", lambda self, n: self._with_padding(np.pad(self.padding, ((0, n), (0, 0))))
-    )
+    real = PastLengths.placed
+
+    def placed(self: PastLengths, places: np.ndarray) -> PastLengths:
+        padding = real(self, places).padding
+        padding[places] = 0
+        return self._with_padding(padding)
+
+    monkeypatch.setattr(PastLengths, "placed", placed)
 
 
 def shifted_column(monkeypatch: pytest.MonkeyPatch) -> None:

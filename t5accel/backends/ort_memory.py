@@ -1,4 +1,4 @@
-"""Buffer reuse, huge pages for weights, and encoding large batches in slices."""
+"""Buffers and their reuse, huge pages for weights, and encoding large batches in slices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
 RunInto = Callable[[Mapping[str, np.ndarray], Mapping[str, np.ndarray]], None]
+PendingCopy = tuple[np.ndarray, Any, np.ndarray]  # the array, where in it, and the new values
 
 # Buffers are used again because fresh memory costs a page fault for every 4 KB, many times as much on virtual machines.
 
@@ -60,6 +62,34 @@ class BufferPool:
         held = self._memory
         large = len(sizes) == len(held) and all(array.size >= size for array, size in zip(held, sizes, strict=True))
         return large and all(array.dtype == dtype for array in held) and _references(held) == self._free_counts
+
+
+@dataclass
+class KVBuffers:
+    """The past of R rows in M columns, and the other arrays that a step reads and writes."""
+
+    # By H, keys and values in turn of all layers with H heads: (n, R', H, M, d_kv) float32, R' >= R.
+    capacity: dict[int, np.ndarray]
+    mask: np.ndarray  # (R, M) int32, 0 in front of a row's past
+    source_mask: np.ndarray  # (B, S) int32
+    tokens: np.ndarray  # (R, 1) int64
+    length: np.ndarray  # (1,) int32, the column that the step writes
+    results: dict[str, np.ndarray]  # the graph's outputs, by name
+    padding: np.ndarray | None = None  # of the `PastLengths` that both masks show
+    pending_copies: list[PendingCopy] = field(default_factory=list, repr=False)
+    bindings: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def kv(self) -> dict[int, np.ndarray]:
+        """The rows of ``capacity`` in use: (n, R, H, M, d_kv) each."""
+        return {heads: group[:, : len(self.tokens)] for heads, group in self.capacity.items()}
+
+    def flush(self) -> None:
+        """Write the pending copies. Safe to interrupt and call again."""
+        while self.pending_copies:
+            array, where, new = self.pending_copies[-1]
+            array[where] = new
+            self.pending_copies.pop()
 
 
 class ScratchBuffer:

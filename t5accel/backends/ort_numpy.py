@@ -186,13 +186,21 @@ class OrtNumpy:
         state.source, state.rows, state.past, state.binding = source, lengths, past, None
 
     def add_sources(self, state: OrtState, source: OrtSource) -> None:
-        joined, lengths = self.join([state.source, source]), state.rows.joined(len(source.mask))
+        before = len(state.rows.padding)
+        joined, lengths = self.join([state.source, source]), state.rows.placed(before + np.arange(len(source.mask)))
         past = []
         for heads, held in zip(self.past_heads, state.past, strict=True):
             longer = self._zeros((*lengths.shape, heads, lengths.width, self.dims.d_kv))
-            longer[: len(state.rows.padding)] = self._array(held)
+            longer[:before] = self._array(held)
             past.append(self._hold(longer))
         state.source, state.rows, state.past, state.binding = joined, lengths, past, None
+
+    def replace_sources(self, state: OrtState, source: OrtSource, places: np.ndarray) -> None:
+        before = len(state.rows.padding)
+        order = np.arange(max(before, 1 + int(places.max())))
+        order[places] = before + np.arange(places.size)
+        self.add_sources(state, source)
+        self.select_sources(state, order)
 
     def reorder_sources(self, state: OrtState, sources: np.ndarray) -> None:
         lengths, kept = state.rows.kept(sources)

@@ -9,51 +9,24 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from t5accel.backends.ort_memory import BufferPool
+from t5accel.backends.ort_memory import BufferPool, KVBuffers, PendingCopy
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, OrtState
-from t5accel.decoding.backend import PastLengths, SuppressedTokens, right_aligned
+from t5accel.decoding.backend import PastLengths, SuppressedTokens
 from t5accel.decoding.greedy_search import argmax_tokens
 from t5accel.graphs.contract import SHORTLIST_OUTPUTS, STEP
 from t5accel.graphs.ort_levels import import_onnxruntime
 
-COLUMNS = 64  # of the smallest buffers, which double when they are full; sources are padded to multiples of it
+COLUMNS = 64  # of the smallest buffers, which double when they are full
+SOURCE_COLUMNS = 16  # sources that others may join are padded to multiples of it
 MAX_SPARE_COLUMNS = 512  # of new buffers, where unused memory has room for more
 MIN_ONNXRUNTIME = (1, 31)  # before, the operator returned garbage for an empty past and wrote beyond its buffers
 MAX_STEPWISE_PREFIX = 8  # tokens; opening the portable graph takes longer than so many steps
-
-PendingCopy = tuple[np.ndarray, Any, np.ndarray]  # the array, where in it, and the new values
-
-
-@dataclass
-class KVBuffers:
-    """The past of R rows in M columns, and the other arrays that a step reads and writes."""
-
-    # By H, keys and values in turn of all layers with H heads: (n, R', H, M, d_kv) float32, R' >= R.
-    capacity: dict[int, np.ndarray]
-    mask: np.ndarray  # (R, M) int32, 0 in front of a row's past
-    tokens: np.ndarray  # (R, 1) int64
-    length: np.ndarray  # (1,) int32, the column that the step writes
-    results: dict[str, np.ndarray]  # the graph's outputs, by name
-    pending_copies: list[PendingCopy] = field(default_factory=list, repr=False)
-    bindings: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict, repr=False)
-
-    @property
-    def kv(self) -> dict[int, np.ndarray]:
-        """The rows of ``capacity`` in use: (n, R, H, M, d_kv) each."""
-        return {heads: group[:, : len(self.tokens)] for heads, group in self.capacity.items()}
-
-    def flush(self) -> None:
-        """Write the pending copies. Safe to interrupt and call again."""
-        while self.pending_copies:
-            array, where, new = self.pending_copies[-1]
-            array[where] = new
-            self.pending_copies.pop()
 
 
 @dataclass
@@ -135,6 +108,9 @@ class OrtStatic(OrtNumpy):
     def add_sources(self, state: StaticState, source: OrtSource) -> None:
         self._decoder_of(state).add_sources(state, source)
 
+    def replace_sources(self, state: StaticState, source: OrtSource, places: np.ndarray) -> None:
+        self._decoder_of(state).replace_sources(state, source, places)
+
     def reorder_sources(self, state: StaticState, sources: np.ndarray) -> None:
         self._decoder_of(state).reorder_sources(state, sources)
 
@@ -170,7 +146,7 @@ class FusedDecoder:
 
     def new_state(self, source: OrtSource, rows_per_source: int) -> StaticState:
         rows = PastLengths.empty(len(source.mask), rows_per_source)
-        buffers = self._view(self._allocate(rows.padding.size, 0), rows.padding.size)
+        buffers = self._view(self._allocate(rows.padding.size, 0), rows.padding.size, source)
         common = np.zeros((*rows.shape, rows_per_source), dtype=np.int64)
         return StaticState(source, rows, [], buffers=buffers, common_columns=common)
 
@@ -206,16 +182,13 @@ class FusedDecoder:
         lengths, kept = state.rows.kept(sources)
         source, cross_capacity, copies, recopied = self._select_cross(state, kept)
         rows = np.arange(state.rows.padding.size).reshape(state.rows.shape)[kept].ravel()
-        unused = int(lengths.padding.min())  # columns that are masked in all rows
-        if 3 * unused < lengths.width:
-            unused = 0
-        copies += self._row_copies(state, rows, 0, unused)
-        buffers = self._view(state.buffers.capacity, rows.size)
+        copies += self._row_copies(state, rows, 0)
+        buffers = self._view(state.buffers.capacity, rows.size, source)
         buffers.pending_copies = copies
-        lengths = replace(lengths, padding=lengths.padding - unused, width=lengths.width - unused)
-        common = np.maximum(state.common_columns[kept] - unused, 0)
+        common = state.common_columns[kept]
         state.source, state.rows, state.common_columns, state.buffers = source, lengths, common, buffers
         state.cross_capacity, state.recopied_bytes = cross_capacity, state.recopied_bytes + recopied
+        self._drop_unused(state)
 
     def reorder_sources(self, state: StaticState, sources: np.ndarray) -> None:
         """Copy only the rows that change, and only the columns of their pasts."""
@@ -228,21 +201,36 @@ class FusedDecoder:
             state.rows, state.common_columns, state.buffers.pending_copies = lengths, common, copies
 
     def add_sources(self, state: StaticState, source: OrtSource) -> None:
+        self.replace_sources(state, source, len(state.rows.padding) + np.arange(len(source.mask)))
+
+    def replace_sources(self, state: StaticState, source: OrtSource, places: np.ndarray) -> None:
         """Copy no past, unless the buffers hold too few rows: then their capacity doubles."""
         state.buffers.flush()
-        lengths, width = state.rows.joined(len(source.mask)), state.rows.width
+        lengths, width = state.rows.placed(places), state.rows.width
         before, total = state.rows.padding.size, lengths.padding.size
-        capacity = state.buffers.capacity
+        buffers, capacity = state.buffers, state.buffers.capacity
         if (most := next(iter(capacity.values())).shape[1]) < total:
             capacity = self._enlarged(state, max(total, 2 * most), width)
         for group in capacity.values():
             group[:, before:total, :, :width] = 0  # these columns are masked, but a NaN in them would spread
-        source, cross_capacity, recopied = self._append_cross(state, source)
-        per_source, buffers = lengths.shape[1], self._view(capacity, total)
-        common = np.full((lengths.shape[0], per_source, per_source), width)
+        source, cross_capacity, is_new, recopied = self._place_cross(state, source, places)
+        if is_new or total > before:
+            buffers = self._view(capacity, total, source)
+        common = np.full((*lengths.shape, lengths.shape[1]), width)
         common[: state.rows.shape[0]] = state.common_columns
+        common[places] = width
         state.source, state.rows, state.common_columns, state.buffers = source, lengths, common, buffers
         state.cross_capacity, state.recopied_bytes = cross_capacity, state.recopied_bytes + recopied
+        self._drop_unused(state)
+
+    def _drop_unused(self, state: StaticState) -> None:
+        """Move all pasts to the left, if at least a third of their columns is masked in every row."""
+        lengths, unused = state.rows, int(state.rows.padding.min())
+        if unused and 3 * unused >= lengths.width:
+            copies = self._row_copies(state, np.arange(lengths.padding.size), 0, unused)
+            lengths = replace(lengths, padding=lengths.padding - unused, width=lengths.width - unused)
+            common = np.maximum(state.common_columns - unused, 0)
+            state.rows, state.common_columns, state.buffers.pending_copies = lengths, common, copies
 
     def load(self, state: StaticState, past: list[np.ndarray], input_ids: np.ndarray) -> None:
         """Write the past of a prefix that the portable graph has read to the buffers of an empty state."""
@@ -295,9 +283,10 @@ class FusedDecoder:
         buffers.flush()
         buffers.tokens[:] = new.reshape(-1, 1)
         buffers.length[0] = width
-        buffers.mask[:] = 1
-        if state.rows.ragged:
-            buffers.mask[:, :width] = right_aligned(state.rows.lengths.ravel(), width)
+        if buffers.padding is not state.rows.padding:  # rows have come, gone or moved
+            buffers.mask[:] = np.arange(buffers.mask.shape[1]) >= state.rows.padding.reshape(-1, 1)
+            buffers.source_mask[:] = state.source.mask
+            buffers.padding = state.rows.padding
         return buffers
 
     def _append(self, state: StaticState, new: np.ndarray) -> None:
@@ -336,7 +325,7 @@ class FusedDecoder:
             past = self.past_arrays(buffers)
             inputs = {
                 "input_ids": buffers.tokens,
-                "attention_mask": state.source.mask.astype(np.int32),
+                "attention_mask": buffers.source_mask,
                 "past_mask": buffers.mask,
                 "past_length": buffers.length,
                 **{name: state.source.inputs[name] for name in self.cross_names},
@@ -362,7 +351,7 @@ class FusedDecoder:
         state.buffers.flush()
         rows = len(state.buffers.tokens)
         capacity = self._enlarged(state, rows, 2 * state.buffers.mask.shape[1] - 1)
-        state.buffers = self._view(capacity, rows)
+        state.buffers = self._view(capacity, rows, state.source)
 
     def _enlarged(self, state: StaticState, rows: int, columns: int) -> dict[int, np.ndarray]:
         """New capacity for these rows and more than ``columns`` columns, with the past of the rows in use."""
@@ -383,13 +372,15 @@ class FusedDecoder:
         groups = self._kv_pool.arrays(shapes, np.float32)
         return {heads: group for (heads, _), group in zip(self.head_counts, groups, strict=True)}
 
-    def _view(self, capacity: dict[int, np.ndarray], rows: int) -> KVBuffers:
+    def _view(self, capacity: dict[int, np.ndarray], rows: int, source: OrtSource) -> KVBuffers:
         """Buffers of the first ``rows`` rows."""
         columns = next(iter(capacity.values())).shape[3]
         shapes = [(rows, 1, self.dims.vocab_size), (rows, 1, self.dims.d_model), (rows, 1), (rows, 1)]
         results = dict(zip(SHORTLIST_OUTPUTS, self._result_pool.arrays(shapes, np.float32), strict=True))
-        mask, tokens = np.ones((rows, columns), dtype=np.int32), np.zeros((rows, 1), dtype=np.int64)
-        return KVBuffers(capacity, mask, tokens, np.zeros(1, dtype=np.int32), results)
+        mask, source_mask = np.empty((rows, columns), np.int32), np.empty(source.mask.shape, np.int32)
+        return KVBuffers(
+            capacity, mask, source_mask, np.zeros((rows, 1), np.int64), np.zeros(1, np.int32), results
+        )  # fmt: skip
 
     def _row_copies(self, state: StaticState, rows: np.ndarray, first: int, shift: int = 0) -> list[PendingCopy]:
         """Copies that make each row the one numbered ``rows`` from column ``first`` on, moved left by ``shift``."""
@@ -419,23 +410,26 @@ class FusedDecoder:
             copies = [(array, changed, array[kept[changed]]) for array in capacity]
         return self._source([array[: kept.size] for array in capacity], mask), capacity, copies, recopied
 
-    def _append_cross(self, state: StaticState, source: OrtSource) -> tuple[OrtSource, list[np.ndarray], int]:
-        """The sources and another batch, their capacity, and how many bytes moved to a larger one."""
+    def _place_cross(
+        self, state: StaticState, source: OrtSource, places: np.ndarray
+    ) -> tuple[OrtSource, list[np.ndarray], bool, int]:
+        """The sources with others at ``places``, their capacity, whether it is new, and how many bytes moved to it."""
         old = [state.source.inputs[name] for name in self.cross_names]
-        (before, longest), (count, length) = state.source.mask.shape, source.mask.shape
-        capacity, total, recopied = state.cross_capacity, before + count, 0
+        (before, longest), length = state.source.mask.shape, source.mask.shape[1]
+        capacity, total, recopied = state.cross_capacity, max(before, 1 + int(places.max())), 0
         most = len(capacity[0]) if capacity else 0
-        if most < total or capacity[0].shape[2] < length:
+        if is_new := most < total or capacity[0].shape[2] < length:
             most = most if total <= most else max(total, 2 * most)
             capacity = self._cross_arrays(most, _round_up(max(longest, length)))
             for array, held in zip(capacity, old, strict=True):
                 array[:before, :, : held.shape[2]] = held
                 recopied += held.nbytes
         mask = np.zeros((total, capacity[0].shape[2]), dtype=np.int64)
-        mask[:before, :longest], mask[before:, :length] = state.source.mask, source.mask
+        mask[:before, :longest] = state.source.mask
+        mask[places, :length], mask[places, length:] = source.mask, 0
         for array, name in zip(capacity, self.cross_names, strict=True):
-            array[before:total, :, :length], array[before:total, :, length:] = source.inputs[name], 0
-        return self._source([array[:total] for array in capacity], mask), capacity, recopied
+            array[places, :, :length], array[places, :, length:] = source.inputs[name], 0
+        return self._source([array[:total] for array in capacity], mask), capacity, is_new, recopied
 
     def _cross_arrays(self, rows: int, length: int) -> list[np.ndarray]:
         return [np.zeros((rows, heads, length, self.dims.d_kv), np.float32) for heads in self.cross_heads]
@@ -446,4 +440,4 @@ class FusedDecoder:
 
 
 def _round_up(length: int) -> int:
-    return -(-length // COLUMNS) * COLUMNS
+    return -(-length // SOURCE_COLUMNS) * SOURCE_COLUMNS

@@ -99,6 +99,9 @@ class OptionalBackend(Backend, Protocol):
     def add_sources(self, state: State, source: Source) -> None:
         """Append another batch's sources, with K empty rows each (for serving)."""
 
+    def replace_sources(self, state: State, source: Source, places: np.ndarray) -> None:
+        """Put another batch's sources at ``places`` (n,), of ended ones or behind the last, with empty rows."""
+
     def reorder_sources(self, state: State, sources: np.ndarray) -> None:
         """Continue source b from source ``sources[b]``, of the same text. (B,) int64."""
 
@@ -197,10 +200,12 @@ class PastLengths:
         """After `Backend.select_sources`, and ``sources`` as the index."""
         return self._with_padding(self.padding[sources]), sources
 
-    def joined(self, sources: int) -> PastLengths:
-        """With so many more sources, whose rows have no past."""
-        new = np.full((sources, self.shape[1]), self.width)
-        return self._with_padding(np.concatenate([self.padding, new]))
+    def placed(self, places: np.ndarray) -> PastLengths:
+        """After `OptionalBackend.replace_sources`."""
+        padding = np.full((max(self.shape[0], 1 + int(places.max())), self.shape[1]), self.width)
+        padding[: self.shape[0]] = self.padding
+        padding[places] = self.width
+        return self._with_padding(padding)
 
     def trimmed(self, accepted: np.ndarray) -> tuple[PastLengths, np.ndarray | None]:
         """After `Backend.rollback`; the index (B, K, P') is ``None`` if no position moves.

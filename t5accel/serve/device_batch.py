@@ -49,6 +49,7 @@ class DeviceRunningBatch:
     """
 
     joins_running = True
+    call_tokens = 512  # see `RunningBatch`; a device computes small batches as fast as one row
 
     def __init__(self, backend: Any, *, clock: Callable[[], float] = time.perf_counter):
         self.encoder = self._device = backend.in_flight()

@@ -40,14 +40,15 @@ class GreedySequence:
         self.shortest = self._rules.min_new(request.min_new_tokens, longest=self._longest)  # no end token before
         self._criterion = request.stopping_criterion
         forced = (self._rules.forced_bos_token_id, self._rules.forced_eos_token_id)
-        self._asks_each = self._criterion is not None or forced != (None, None)
+        self._forces = forced != (None, None)
+        self._suppressed = self._rules.suppressed(self._ends), self._rules.suppressed(())
         self.tokens: list[int] = []
         self.is_done = self._has_ended = False
 
     @property
     def suppressed(self) -> SuppressedTokens:
         """Suppressed next tokens."""
-        return self._rules.suppressed(self._ends if len(self.tokens) < self.shortest else ())
+        return self._suppressed[len(self.tokens) >= self.shortest]
 
     @property
     def missing(self) -> int:
@@ -57,11 +58,11 @@ class GreedySequence:
     @property
     def forced(self) -> int | None:
         """The next token, if it is forced."""
-        return self._rules.forced_token(len(self.tokens), longest=self._longest)
+        return self._rules.forced_token(len(self.tokens), longest=self._longest) if self._forces else None
 
     def append_all(self, tokens: list[int]) -> None:
         """Append tokens up to the first that ends the sequence."""
-        if self._asks_each:
+        if self._forces or self._criterion:
             for token in tokens:
                 self.append(token)
                 if self.is_done:
@@ -75,9 +76,10 @@ class GreedySequence:
 
     def append(self, token: int) -> None:
         """Append a token, or the forced one in its place."""
-        forced = self.forced
-        self.tokens.append(token if forced is None else forced)
-        self._has_ended = self.tokens[-1] in self._ends or bool(self._criterion and self._criterion(self.tokens))
+        if self._forces and (forced := self.forced) is not None:
+            token = forced
+        self.tokens.append(token)
+        self._has_ended = token in self._ends or bool(self._criterion and self._criterion(self.tokens))
         self.is_done = self._has_ended or len(self.tokens) == self._longest
 
     def answers(self) -> list[GenerationResult]:
@@ -180,8 +182,15 @@ class RunningSequence:
         return tokens, self.rows if rows is None else self.rows[rows]
 
 
+# Ended rows that stay cost each step less than moving and binding the others; newcomers take their places. After so
+# many steps, summed over these rows, they leave together.
+PATIENCE = 6
+
+
 class RunningBatch:
     """Running sequences over one decoder state; without ``backend.add_sources`` all must start together."""
+
+    call_tokens = 16  # an encoder call takes as long as so many more tokens of another one
 
     def __init__(self, backend: Backend):
         self.backend = backend
@@ -192,57 +201,73 @@ class RunningBatch:
         self.logit_steps = self.token_steps = 0  # steps that returned logits, and tokens only
         self._state: Any = None
         self._next = np.empty(0, dtype=np.int64)  # (R,) what each row reads
+        self._ended = np.empty(0, dtype=np.int64)  # rows without a sequence, in order
+        self._ended_steps = 0  # that these have read since the last one left
+        self._replace = getattr(backend, "replace_sources", None)
         self._next_tokens = getattr(backend, "next_tokens", None)
         # To keep a source twice branches, too; it copies cross-attention on the way.
         self._branch = getattr(backend, "reorder_sources", None) or getattr(backend, "select_sources", None)
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
-        return self._next.size
+        """Number of rows with a sequence."""
+        return self._next.size - self._ended.size
 
     def add(self, source: Source, parts: Sequence[RunningSequence]) -> None:
         """Start sequences; the source has their rows in order."""
+        start = np.concatenate([np.full(part.writer.rows, part.writer.start) for part in parts])
+        places = np.concatenate([self._ended, self._next.size + np.arange(start.size)])[: start.size]
         if self._state is None:
             self._state = self.backend.new_state(source)
+        elif self._replace:
+            self._replace(self._state, source, places)
         else:
             self.backend.add_sources(self._state, source)
+        self._ended = self._ended[start.size :]
+        self._next = np.concatenate([self._next, start])[: max(self._next.size, 1 + int(places.max()))]
+        self._next[places] = start
         for part in parts:
-            part.rows = np.arange(self.rows, self.rows + part.writer.rows)
-            new = np.full(part.writer.rows, part.writer.start)
-            self._next = np.concatenate([self._next, new])
-            self.parts.append(part)
+            part.rows, places = places[: part.writer.rows], places[part.writer.rows :]
+        self.parts += parts
 
     def remove(self, parts: Sequence[RunningSequence]) -> None:
         """Remove sequences, done or not."""
         if not parts:
             return
-        stays = np.ones(self.rows, dtype=bool)
-        for part in parts:
-            stays[part.rows] = False
-        count = int(stays.sum())
-        if not count:
+        self.parts = [part for part in self.parts if part not in parts]
+        self._ended = np.sort(np.concatenate([self._ended, *(part.rows for part in parts)]))
+        if not (self.parts or self._replace):
             self.clear()
-            return
+        elif not (self.parts and self._replace):
+            self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        stays = np.ones(self._next.size, dtype=bool)
+        stays[self._ended] = False
+        stays[0] |= not self.parts  # a state has a row at least, and keeps the memory of those that were there
+        count = int(stays.sum())
         kept = np.arange(count)  # the last rows fill the gaps, so that no other row moves
         kept[~stays[:count]] = count + np.flatnonzero(stays[count:])
         self.backend.select_sources(self._state, kept)
-        place = np.empty(self.rows, dtype=np.int64)
+        place = np.empty(self._next.size, dtype=np.int64)
         place[kept] = np.arange(count)
-        self.parts = [part for part in self.parts if part not in parts]
-        self._next = self._next[kept]
+        self._next, self._ended, self._ended_steps = self._next[kept], np.arange(count - self.rows), 0
         for part in self.parts:
             part.rows = place[part.rows]
 
     def clear(self) -> None:
         """Remove all sequences and the state."""
         self.parts, self._state, self._next = [], None, self._next[:0]
+        self._ended, self._ended_steps = self._ended[:0], 0
 
     def step(self) -> list[RunningSequence]:
         """Decode one token per row; return done and failed sequences.
 
         An error of the backend is raised and leaves the batch unchanged.
         """
+        self._ended_steps = self._ended_steps + self._ended.size if self._ended.size else 0
+        if self._ended_steps > PATIENCE:
+            self._drop_ended()
         self.tokens = self.rows
         greedy = [part for part in self.parts if type(part.writer) is GreedySequence]
         suppressed = {part.writer.suppressed for part in greedy}
@@ -256,12 +281,14 @@ class RunningBatch:
                 if (tokens := part.writer.suppressed) is not None:
                     logits[part.rows, tokens] = -np.inf
             best = argmax_tokens(logits) if greedy else self._next
-        following, order = np.array(self._next), np.arange(self.rows)
+        chosen, following, order = best.tolist(), np.array(best), np.arange(self._next.size)
         for part in self.parts:
             try:
                 if type(part.writer) is GreedySequence:
-                    part.writer.append(int(best[part.rows[0]]))
-                    following[part.rows] = part.writer.tokens[-1]
+                    row = part.rows[0]
+                    part.writer.append(chosen[row])
+                    if part.writer.tokens[-1] != chosen[row]:  # another one was forced
+                        following[row] = part.writer.tokens[-1]
                 else:
                     following[part.rows], order[part.rows] = part.advanced(logits[part.rows])
             except (KeyboardInterrupt, SystemExit):

@@ -24,14 +24,7 @@ from t5accel.decoding.token_constraints import NO_CONSTRAINTS
 from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.precision.recipes import recipe_from_json
 from t5accel.serve.device_batch import running_batch
-from t5accel.serve.limits import (
-    COLUMNS,
-    EncoderLatency,
-    KVCacheBytes,
-    SchedulerLimits,
-    length_bucket,
-    needs_unbatched_encoding,
-)
+from t5accel.serve.limits import EncoderLatency, KVCacheBytes, SchedulerLimits, needs_unbatched_encoding
 from t5accel.serve.request import GenerationRequest, RequestHandle
 from t5accel.serve.running_batch import GreedySequence, RunningSequence, Writer, sequences_for
 
@@ -311,10 +304,10 @@ class Scheduler:
 
     def _choose(self) -> list[RequestHandle]:
         # No request overtakes one that does not fit: the large one would wait for ever.
-        if self._running and not self._batch.joins_running:
+        if not self._queue or (self._running and not self._batch.joins_running):
             return []
         chosen: list[RequestHandle] = []
-        lengths: dict[int, list[int]] = {}  # of the sources to encode, by the group that is padded together
+        seconds = 0.0  # to encode their sources
         size = 0, 0, 0  # rows, the longest source and the longest answer
         for handle in self._running:
             size = _size_with(size, handle.request)
@@ -325,13 +318,10 @@ class Scheduler:
                     break
                 handle.reused = self._is_cached(handle)
                 if self._running and not handle.reused:
-                    group, length = _padding_group(handle), len(handle.request.input_ids)
-                    new = {**lengths, group: [*lengths.get(group, []), length]}
                     # Of sources whose time is not known yet one is tried, alone.
-                    seconds = sum(len(of) * self._pace.seconds(max(of)) for of in new.values())
-                    if lengths and seconds > self.limits.max_prefill_stall_s:
+                    seconds += self._pace.seconds(_source_tokens(handle))
+                    if seconds > self.limits.max_prefill_stall_s and not all(each.reused for each in chosen):
                         break
-                    lengths = new
                 chosen.append(handle)
                 del self._queue[0]
         return chosen
@@ -349,10 +339,16 @@ class Scheduler:
             return [handles]
         if self._encodes_alone:
             return [[handle] for handle in handles]
-        groups: dict[int, list[RequestHandle]] = {}
-        for handle in handles:
-            groups.setdefault(_padding_group(handle), []).append(handle)
-        return list(groups.values())
+        groups: list[list[RequestHandle]] = []
+        longest = padding = 0
+        for handle in sorted(handles, key=_source_tokens):
+            padding += (_source_tokens(handle) - longest) * len(groups[-1]) if groups else 0
+            longest = _source_tokens(handle)
+            if not groups or padding > self._batch.call_tokens:  # another call takes less time than the padding
+                groups.append([])
+                padding = 0
+            groups[-1].append(handle)
+        return groups
 
     def _join(self, handles: list[RequestHandle]) -> BaseException | None:
         """Encode sources and add their rows; return the error, if any."""
@@ -431,9 +427,8 @@ def _size_with(size: tuple[int, int, int], request: GenerationRequest) -> tuple[
     return rows + request.rows, max(source, len(request.input_ids)), max(new, request.max_new_tokens)
 
 
-def _padding_group(handle: RequestHandle) -> int:
-    # Sources are padded together up to 64 tokens, or if at least half as long.
-    return length_bucket(max(COLUMNS, len(handle.request.input_ids)))
+def _source_tokens(handle: RequestHandle) -> int:
+    return len(handle.request.input_ids)
 
 
 def _engine_error(error: BaseException) -> EngineError:

@@ -335,6 +335,10 @@ def check_rows_that_join_and_leave(built: Built, engine: type, tokens: np.ndarra
         new = np.array([tokens[3, place - 3], tokens[1, place]])
         found = backend.step(state, new[:, None, None])[:, 0, 0]
         np.testing.assert_allclose(found, [expected[3, place - 3], expected[1, place]], atol=atol)
+    backend.replace_sources(state, backend.encode(built.ids[:1], built.mask[:1]), np.array([1]))
+    for place in range(3):
+        found = backend.step(state, np.array([5, tokens[0, place]])[:, None, None])[1, 0, 0]
+        np.testing.assert_allclose(found, expected[0, place], atol=atol)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -253,8 +253,8 @@ def test_a_shortlist_chooses_the_same_tokens(tiny_t5, tmp_path: Path, padded_bat
 
 @st.composite
 def visits(draw: st.DrawFn) -> list[tuple[str, int]]:
-    """What happens between steps: somebody joins, somebody leaves, or so many steps go by."""
-    kinds = st.sampled_from(["join", "leave", "steps", "steps"])
+    """What happens between steps: somebody joins, leaves or is replaced, or so many steps go by."""
+    kinds = st.sampled_from(["join", "leave", "replace", "steps", "steps"])
     return draw(st.lists(st.tuples(kinds, st.integers(0, 99)), min_size=3, max_size=14))
 
 
@@ -282,6 +282,17 @@ def together(backend: Any, sources: list[np.ndarray], program: list[tuple[str, i
             tokens = np.concatenate([tokens, np.zeros((1, 1), dtype=np.int64)])
             inside.append(coming)
             answers[coming] = []
+        elif what == "replace" and len(answers) < len(sources):  # and a second one follows behind the last
+            coming = [*range(len(answers), len(sources))][:2]
+            places = np.array([number % len(inside), len(inside)])[: len(coming)]
+            encoded = [backend.encode(sources[i], np.ones_like(sources[i])) for i in coming]
+            backend.replace_sources(state, backend.join(encoded), places)
+            tokens = np.concatenate([tokens, np.zeros((len(coming) - 1, 1), dtype=np.int64)])
+            tokens[places] = 0
+            inside[places[0]], answers[coming[0]] = coming[0], []
+            for one in coming[1:]:
+                inside.append(one)
+                answers[one] = []
         elif what == "leave" and len(inside) > 1:
             kept = np.roll(np.delete(np.arange(len(inside)), number % len(inside)), number)  # in any order
             backend.select_sources(state, kept)
@@ -356,13 +367,27 @@ def test_only_newcomers_are_copied_until_one_is_longer_than_the_capacity(own) ->
     anew = state.recopied_bytes
     assert anew > 0, "the first one makes room"
     own.select_sources(state, np.array([1]))
-    own.add_sources(state, source(40))
+    own.add_sources(state, source(32))
     assert state.recopied_bytes == anew, "there is room for this one"
     place = next(iter(state.buffers.capacity.values()))
     own.next_tokens(state, np.array([[[tokens[0, 0]]], [[0]]]))
     assert next(iter(state.buffers.capacity.values())) is place
     own.add_sources(state, source(70))
     assert state.recopied_bytes > anew
+
+
+def test_a_newcomer_takes_a_place_and_nothing_is_bound_anew(own) -> None:
+    state = own.new_state(visitor(own, 20))
+    own.add_sources(state, visitor(own, 30))
+    tokens_of(own, state, np.zeros((2, 1), dtype=np.int64), 5)
+    buffers, bound = state.buffers, dict(state.buffers.bindings)
+    own.replace_sources(state, visitor(own, 25), np.array([0]))
+    tokens_of(own, state, np.zeros((2, 1), dtype=np.int64), 2)
+    assert state.buffers is buffers and bound and bound.items() <= buffers.bindings.items()
+    assert state.rows.lengths.ravel().tolist() == [2, 7]
+    own.replace_sources(state, visitor(own, 9), np.array([0, 1])[1:])
+    own.replace_sources(state, visitor(own, 9), np.array([0]))
+    assert state.rows.width == 0, "no column is left that somebody reads"
 
 
 def test_the_capacity_doubles(own) -> None:
@@ -382,9 +407,9 @@ def test_a_long_source_is_not_read_after_it_has_left(own) -> None:
     tokens_of(own, state, np.zeros((1, 1), dtype=np.int64), 2)
     own.add_sources(state, visitor(own, 300))
     own.add_sources(state, visitor(own, 70))
-    assert state.source.mask.shape == (3, 320)
+    assert state.source.mask.shape == (3, 304)
     own.select_sources(state, np.array([0, 2]))
-    assert state.source.mask.shape == (2, 128), "as long as the longest of those who are there"
+    assert state.source.mask.shape == (2, 80), "as long as the longest of those who are there"
     check_visits(own, "fp32", 5, [("join", 0), ("steps", 3), ("leave", 0), ("steps", 4), *LONG])
 
 

@@ -60,6 +60,14 @@ class Joining(Alone):
         return self.seed
 
 
+class Replacing(Joining):
+    """One whose ended rows stay until others take their places."""
+
+    def replace_sources(self, state: dict[str, Any], source: list[list[int]], places: np.ndarray) -> None:
+        for place, one in zip(places.tolist(), source, strict=True):
+            state["sources"][place : place + 1], state["pasts"][place : place + 1] = [one], [[[]]]
+
+
 class Clock:
     """A clock that tests advance."""
 
@@ -154,7 +162,8 @@ def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[RequestHandle]
 
 @settings(max_examples=60, deadline=None)
 @given(
-    events=EVENTS, rows=st.integers(4, 9), kind=st.sampled_from([Joining, Alone]), cache=st.sampled_from([0, 10**6]),
+    events=EVENTS, rows=st.integers(4, 9), kind=st.sampled_from([Joining, Alone, Replacing]),
+    cache=st.sampled_from([0, 10**6]),
     rules=st.sampled_from([
         NO_CONSTRAINTS, NO_CONSTRAINTS, TokenConstraints(4, 1, (5, 6)), TokenConstraints(forced_eos_token_id=1),
         TokenConstraints(suppress_tokens=(3,)),
@@ -195,6 +204,26 @@ def test_requests_join_and_leave_between_steps() -> None:
     run(scheduler)
     assert [count for count, _ in scheduler.backend.shapes] == [1, 2, 2] + [1] * 6
     assert second.done_s is not None and pairs(first.result(0)) == by_itself(first.request, Joining(ends=0))
+
+
+def test_ended_rows_stay_for_a_few_steps_and_newcomers_take_their_places() -> None:
+    scheduler, _ = stepped(Replacing(ends=0))
+    first, second, third = (scheduler.submit(GenerationRequest([5, 6], max_new_tokens=most)) for most in (14, 2, 3))
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.rows == 1 and second.is_done and third.is_done
+    fourth = scheduler.submit(GenerationRequest([7, 8], max_new_tokens=4))
+    run(scheduler)
+    assert [count for count, _ in scheduler.backend.shapes] == [3] * 7 + [1] * 7
+    for handle in (first, second, third, fourth):
+        assert pairs(handle.result(0)) == by_itself(handle.request, Joining(ends=0))
+
+
+def test_sources_are_encoded_with_those_of_about_their_length() -> None:
+    scheduler, _ = stepped()
+    handles = scheduler.submit_all([GenerationRequest([5] * length) for length in (30, 6, 64, 5, 31, 7)])
+    groups = scheduler._encoded_together(handles)
+    assert [[len(handle.request.input_ids) for handle in group] for group in groups] == [[5, 6, 7], [30, 31], [64]]
 
 
 def test_static_batches_do_not_mix() -> None:
