@@ -124,7 +124,8 @@ def test_a_figure_that_is_missing_or_out_of_bounds_fails(tmp_path: Path, rows: l
 @pytest.mark.parametrize(("how", "one", "other", "expected"), [
     ("value", 3.0, None, "3.00"), ("value", [5.0, 3.0, 2.0], None, "3.00"), ("inverse", 0.25, None, "4.00"),
     ("count", [7, 7, 7], None, "3.00"), ("quotient", 9.0, 2.0, "4.50"), ("difference", 9.0, 2.5, "+6.50"),
-    ("pairwise", [8.0, 9.0, 100.0], [2.0, 3.0, 50.0], "3.00"), ("highest", [8.0, 9.0], [2.0, 3.0], "4.00"), ("less", -9.0, 3.0, "4.00"),
+    ("pairwise", [8.0, 9.0, 100.0], [2.0, 3.0, 50.0], "3.00"), ("highest", [8.0, 9.0], [2.0, 3.0], "4.00"),
+    ("less", -9.0, 3.0, "4.00"),
 ])  # fmt: skip
 def test_the_kinds_of_figures(tmp_path: Path, how: str, one: Any, other: Any, expected: str) -> None:
     held = {"a": one} if other is None else {"a": one, "b": other}
