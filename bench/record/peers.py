@@ -181,7 +181,7 @@ def write(path: Path, conditions: dict[str, Any], rows: list[Row], chosen: Seque
         )
     }  # fmt: skip
     rows = sorted(rows, key=lambda row: order.get(model_and_cell(row), len(order)))
-    write_rows(path, rows, command=shlex.join(["python", "bench/record/peers.py", *chosen]), **conditions)
+    write_rows(path, rows, command=shlex.join(["python", "-m", "bench.record.peers", *chosen]), **conditions)
 
 
 def draw(files: Sequence[Path], picture: Path) -> None:
