@@ -92,12 +92,12 @@ class BackendLoops:
         ):
             yield
             return
-        torch.set_num_threads(1)
-        # It holds for this thread, and for new threads of the process unless another one says otherwise.
         others = threading.Thread(target=torch.set_num_threads, args=(threads,))
-        others.start()
-        others.join()
         try:
+            torch.set_num_threads(1)
+            # It holds for this thread, and for new threads of the process unless another one says otherwise.
+            others.start()
+            others.join()
             yield
         finally:
             torch.set_num_threads(threads)
@@ -274,7 +274,7 @@ def _constraints(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConst
                 return None
             fields["forced_eos_token_id"] = ends[0]
         elif type(each) is SuppressTokensLogitsProcessor:
-            never.update(token for token in each.suppress_tokens.tolist() if token < vocab_size)
+            never.update(token for token in each.suppress_tokens.tolist() if 0 <= token < vocab_size)
         elif type(each) is NoBadWordsLogitsProcessor:
             if any(len(word) > 1 for word in each.sequence_bias):
                 return None

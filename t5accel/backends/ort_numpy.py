@@ -179,8 +179,11 @@ class OrtNumpy:
 
     def select_sources(self, state: OrtState, sources: np.ndarray) -> None:
         lengths, kept = state.rows.kept(sources)
+        lengths, unused = lengths.narrowed()
         index = self._from_host(kept)
         past = [self._gathered(past, 1, index, kept.shape) for past in state.past]
+        if unused:
+            past = [self._hold(self._array(one)[..., unused:, :]) for one in past]
         cross = [self._gathered(state.source.inputs[name], 1, index, kept.shape) for name in self.cross_names]
         source = self._source(cross, state.source.mask[kept])
         state.source, state.rows, state.past, state.binding = source, lengths, past, None
@@ -199,8 +202,13 @@ class OrtNumpy:
         before = len(state.rows.padding)
         order = np.arange(max(before, 1 + int(places.max())))
         order[places] = before + np.arange(places.size)
+        held = state.source, state.rows, state.past, state.binding
         self.add_sources(state, source)
-        self.select_sources(state, order)
+        try:
+            self.select_sources(state, order)
+        except BaseException:
+            state.source, state.rows, state.past, state.binding = held
+            raise
 
     def reorder_sources(self, state: OrtState, sources: np.ndarray) -> None:
         lengths, kept = state.rows.kept(sources)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -225,10 +225,12 @@ class FusedDecoder:
 
     def _drop_unused(self, state: StaticState) -> None:
         """Move all pasts to the left, if at least a third of their columns is masked in every row."""
-        lengths, unused = state.rows, int(state.rows.padding.min())
-        if unused and 3 * unused >= lengths.width:
-            copies = self._row_copies(state, np.arange(lengths.padding.size), 0, unused)
-            lengths = replace(lengths, padding=lengths.padding - unused, width=lengths.width - unused)
+        lengths, unused = state.rows.narrowed()
+        if unused and 3 * unused >= state.rows.width:
+            try:
+                copies = self._row_copies(state, np.arange(lengths.padding.size), 0, unused)
+            except MemoryError:  # the state is right with them, too
+                return
             common = np.maximum(state.common_columns - unused, 0)
             state.rows, state.common_columns, state.buffers.pending_copies = lengths, common, copies
 

@@ -207,6 +207,12 @@ class PastLengths:
         padding[places] = self.width
         return self._with_padding(padding)
 
+    def narrowed(self) -> tuple[PastLengths, int]:
+        """Without the first positions, if they are padding in every row; and their number."""
+        unused = int(self.padding.min())
+        padding = self.padding - unused
+        return PastLengths(padding, self.width - unused, self.last, bool(padding.any())), unused
+
     def trimmed(self, accepted: np.ndarray) -> tuple[PastLengths, np.ndarray | None]:
         """After `Backend.rollback`; the index (B, K, P') is ``None`` if no position moves.
 

@@ -269,6 +269,7 @@ class RunningBatch:
         if self._ended_steps > PATIENCE:
             self._drop_ended()
         self.tokens = self.rows
+        waited, self._ended_steps = self._ended_steps, PATIENCE  # if the backend fails, the next step has fewer rows
         greedy = [part for part in self.parts if type(part.writer) is GreedySequence]
         suppressed = {part.writer.suppressed for part in greedy}
         if self._next_tokens and len(greedy) == len(self.parts) and len(suppressed) == 1:
@@ -281,6 +282,7 @@ class RunningBatch:
                 if (tokens := part.writer.suppressed) is not None:
                     logits[part.rows, tokens] = -np.inf
             best = argmax_tokens(logits) if greedy else self._next
+        self._ended_steps = waited
         chosen, following, order = best.tolist(), np.array(best), np.arange(self._next.size)
         for part in self.parts:
             try:

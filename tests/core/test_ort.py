@@ -388,6 +388,24 @@ def unchecked(binding: Any, name: str, tensor: torch.Tensor, *, is_output: bool 
     bind(name, "cpu", 0, element, tuple(tensor.shape), tensor.data_ptr())
 
 
+def test_a_place_that_is_taken_again_makes_no_past_longer(own, padded_batch, monkeypatch) -> None:
+    ids, mask = padded_batch
+    state, new = own.new_state(own.encode(ids[:1], mask[:1])), np.array([[[5]]])
+    for _ in range(2):
+        for _ in range(4):
+            own.step(state, new)
+        assert state.rows.width == 4
+        own.replace_sources(state, own.encode(ids[1:2], mask[1:2]), np.array([0]))
+    own.step(state, new)
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "select_sources", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(MemoryError):
+            own.replace_sources(state, own.encode(ids[:1], mask[:1]), np.array([0]))
+    again = own.new_state(own.encode(ids[1:2], mask[1:2]))
+    own.step(again, new)
+    assert_close(own.step(state, new), own.step(again, new), atol=ATOL)
+
+
 def test_an_address_knows_no_strides(opened, tiny_t5, padded_batch, monkeypatch) -> None:
     """The same values at other strides give other logits, without an error."""
     backend, new = opened(OrtPointers), histories_of(6, 2, 4)

@@ -53,6 +53,9 @@ def test_the_indices_gather_what_lists_would_hold(batch: int, rows: int, events:
             kept = rng.integers(0, len(lists), rng.integers(1, len(lists) + 1))
             histories, index = histories.kept(kept)
             tensor, lists = tensor[index], [[list(row) for row in lists[source]] for source in kept]
+            histories, unused = histories.narrowed()
+            tensor = tensor[..., unused:]
+            assert histories.width == max(len(row) for source in lists for row in source)
         assert (was[0] == before.padding).all() and was[1:] == (before.width, before.last, before.ragged)
         lengths = [[len(row) for row in source] for source in lists]
         assert histories.lengths.tolist() == lengths and histories.shape == (len(lists), rows)

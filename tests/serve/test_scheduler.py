@@ -470,6 +470,19 @@ def test_a_failure_ends_as_few_requests_as_possible(method: str, fails: set[int]
     assert outcomes([later]) == "a", "the scheduler goes on"
 
 
+def test_a_batch_that_is_too_large_ends_the_last_request_alone() -> None:
+    class Small(Replacing):
+        def step(self, state: dict[str, Any], input_ids: np.ndarray) -> np.ndarray:
+            if len(input_ids) > 7:
+                raise MemoryError("no room for the secret text")
+            return super().step(state, input_ids)
+
+    scheduler, _ = stepped(Small(ends=0))
+    tickets = [scheduler.submit(GenerationRequest([5, 3 + i], max_new_tokens=6)) for i in range(8)]
+    run(scheduler)
+    assert outcomes(tickets) == "aaaaaaaf", "a row that has ended leaves before the next step"
+
+
 def test_a_failed_branch_ends_only_its_beams() -> None:
     class Branching(Joining):
         def reorder_sources(self, state: dict[str, Any], sources: np.ndarray) -> None:
