@@ -288,6 +288,7 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     with _no_loading_bar():
         model, report = load_pretrained(load, where, dtype=torch.float32, output_loading_info=True, **options)
     missing, unread = (sorted(report[f"{kind}_keys"]) for kind in ("missing", "unexpected"))
+    missing += [name for name, weight in model.named_parameters() if weight.is_meta]  # that 4.57 says nothing of
     if (missing or unread) and (kind := _HEADLESS.search(str(config.architectures))):
         raise NotT5Error(no_head(f"{where}, a {kind[0]},", config))
     if missing:  # transformers fills them with random numbers and goes on

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+from safetensors.torch import save_file
 
 from bench.baselines.optimized_export import optimize_export
 from bench.baselines.ort_cuda_graph import OrtCaptured
@@ -49,6 +50,7 @@ from t5accel.precision.convert import convert_export
 from t5accel.tokenization import TokenizerFile, text_to_text, tokenizer_of
 
 VOCABULARY, LONGEST, TOLERANCE = 83, 12, 2e-5
+V5 = int(transformers.__version__.split(".")[0]) >= 5
 TWO = "marian, two vocabularies"
 KINDS = (*BEYOND_T5, TWO)
 ONE_THREAD = SessionSettings(threads=1)
@@ -73,7 +75,7 @@ def odd_sizes(kind: str, seed: int = 0) -> dict[str, Any]:
         last = VOCABULARY - 1
         sizes |= dict(activation_function="swish", pad_token_id=last, eos_token_id=0, decoder_start_token_id=last)
     if kind == TWO:
-        more = 7 if int(transformers.__version__.split(".")[0]) >= 5 else 0  # before, both had to be of one size
+        more = 7 if V5 else 0  # before, both had to be of one size
         sizes |= dict(
             share_encoder_decoder_embeddings=False, vocab_size=VOCABULARY + more, decoder_vocab_size=VOCABULARY
         )
@@ -498,6 +500,38 @@ def test_features_for_t5s_refuse_other_families(tmp_path: Path) -> None:
     ):
         with pytest.raises(NotT5Error, match="'bart'"):
             attempt()
+
+
+TABLES = [
+    "model.shared.weight",
+    "model.encoder.embed_tokens.weight",
+    "model.decoder.embed_tokens.weight",
+    "lm_head.weight",
+]
+POSITIONS = ["model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"]
+
+
+@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("held", [TABLES + POSITIONS, TABLES[:1], TABLES[1:3], TABLES[2:3], TABLES[::3], TABLES[3:]])
+def test_one_embedding_of_marian_under_any_of_its_names(tmp_path: Path, held: list[str], form: str) -> None:
+    """As opus-mt checkpoints of several years hold it, with positions or without."""
+    model = random_model(BEYOND_T5["marian"], odd_sizes("marian"), seed=3)
+    every = model.state_dict()
+    weights = {name: weight.clone() for name, weight in every.items() if name in held or name not in TABLES + POSITIONS}
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    if form.endswith("bin"):
+        torch.save(weights, tmp_path / form)
+    else:
+        save_file(weights, tmp_path / form, metadata={"format": "pt"})
+    if held == TABLES[3:] and not V5:
+        with pytest.raises(ModelUnavailableError, match="is incomplete"):  # which 4.57 leaves without any embedding
+            load_model(tmp_path)
+        return
+    ids = torch.tensor([[5, 6, 7, 0]])
+    found, expected = (one(input_ids=ids, decoder_input_ids=ids).logits for one in (load_model(tmp_path)[0], model))
+    torch.testing.assert_close(found, expected)
+    assert expected[0].argmax(dim=-1).unique().numel() > 1
 
 
 def test_marian_s_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
