@@ -666,15 +666,18 @@ def test_a_job_killed_at_random_moments_answers_every_row_once(tmp_path: Path, e
         command = [sys.executable, "-c", PROGRAM, path, tmp_path / out, exported_mini, PREFIX]
         return subprocess.Popen(command, env=environment())
 
-    begun = time.perf_counter()
+    def names() -> set[str]:
+        return {name for _, _, held in os.walk(tmp_path / "out") for name in held}
+
     assert start("expected").wait(timeout=300) == 0
-    whole, rng, ended = time.perf_counter() - begun, random.Random(times), 0
+    rng, ended = random.Random(times), 0
     for _ in range(times):
-        process = start("out")
-        try:
-            process.wait(timeout=rng.uniform(0.4, 0.8) * whole)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process, seen, changes = start("out"), names(), rng.randint(1, 4)  # of the folder, before it is killed
+        while changes and process.poll() is None:
+            time.sleep(0.002)
+            if (now := names()) != seen:
+                seen, changes = now, changes - 1
+        process.kill()
         ended += process.wait(timeout=60) == -signal.SIGKILL
     assert start("out").wait(timeout=300) == 0
     assert ended, "no moment was early enough"
