@@ -1,7 +1,8 @@
 """Searches of transformers' ``generate`` in our own loops."""
 
-# Plain searches run on the backend alone. With other processors, criteria or streamers, greedy search and sampling do
-# what transformers' loop does. Beams with them, scores and a caller's cache are left to transformers' loops.
+# Plain searches run on the backend alone, beams also with repetition penalties and n-gram bans. With other processors,
+# criteria or streamers, greedy search and sampling do what transformers' loop does. Beams with those, scores and a
+# caller's cache are left to transformers' loops.
 
 from __future__ import annotations
 
