@@ -96,7 +96,7 @@ def test_the_earlier_past_is_freed(runtime, exported) -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_large_batches_are_encoded_in_slices(own, tiny_t5, padded_batch, monkeypatch, side: str) -> None:
-    """A few rows at a time, none longer than its slice has to be; those of full length are not copied."""
+    """Rows of about one length at a time, padded to the longest; neighbours of full length are not copied."""
     ids, mask = padded_batch if side == "right" else (array[:, ::-1] for array in padded_batch)
     seen: list[tuple[tuple[int, ...], bool]] = []
 
@@ -108,12 +108,27 @@ def test_large_batches_are_encoded_in_slices(own, tiny_t5, padded_batch, monkeyp
     monkeypatch.setattr(ort_memory, "SLICE_TOKENS", 26)
     check_program(own, tiny_t5(), ids, mask, 2, PROGRAM)
     rows, longest = ids.shape
-    shapes = [(2, longest), (2, 7), (2, 8)] if side == "right" else [(2, longest)] * 3
-    assert seen == [(shape, shape[1] == longest) for shape in shapes]
+    # On the right the lengths are 9 and 8, then 7, 5 and 3, then 2; on the left all reach to the last column.
+    shapes = [(2, longest), (3, 7), (1, 2)] if side == "right" else [(2, longest)] * 3
+    assert seen == [(shape, side == "left") for shape in shapes]
     seen.clear()
     monkeypatch.setattr(ort_memory, "SLICE_TOKENS", 1)
     check_program(own, tiny_t5(), ids, mask, 1, PROGRAM)
     assert len(seen) == rows
+
+
+def test_a_long_source_does_not_pad_short_ones(own, tiny_t5, monkeypatch) -> None:
+    """A small batch is sliced, too, where padding would take longer than another call."""
+    mask = np.ones((5, 40), dtype=np.int64)
+    mask[[0, 1, 3, 4], 6:] = 0
+    ids = np.random.default_rng(1).integers(3, 300, mask.shape) * mask
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        "t5accel.backends.ort_numpy.run_into",
+        lambda session, inputs, outputs: (seen.append(inputs["input_ids"].shape), run_into(session, inputs, outputs)),
+    )
+    check_program(own, tiny_t5(), ids, mask, 2, PROGRAM)
+    assert seen == [(1, 40), (4, 6)]
 
 
 def test_large_batches_are_encoded_by_openvino(exported, tiny_t5, padded_batch, monkeypatch) -> None:
