@@ -188,7 +188,7 @@ def _collapse(start: int, end: int) -> None:
 # Attention scores grow with the square of the source: of 32 sources of 512 tokens they are 268 MB in every layer. Those
 # of a few rows stay in the processor's caches. Of 512 to 4,096 this is the fastest for sources of 128 and 512 tokens.
 SLICE_TOKENS = 2048
-CALL_TOKENS = 64  # an encoder call takes as long as some 16 to 128 more tokens of another one
+CALL_TOKENS = 32  # an encoder call takes about as long as so many more tokens of another one
 
 
 def length_slices(mask: np.ndarray, most_tokens: int) -> list[tuple[np.ndarray, int]]:

@@ -49,6 +49,7 @@ class SessionSettings:
     huge_pages: bool = True  # move the weights to huge pages where the system can, see `ort_memory.huge_pages`
     shortlist: bool = True  # on a CPU, find the likeliest token by an export's shortlist
     openvino: bool = False  # encode batches of more than 2,048 tokens by OpenVINO, which keeps its own weights, in fp32
+    encoder_precision: str = "fp32"  # or "bf16": OpenVINO encodes all batches, with hidden states some 2 % off
     device: str = "cpu"  # or "cuda"
     graph_optimization: str = "all"  # or "disable", "basic", "extended", "layout", see `graphs.ort_levels`
 
@@ -60,6 +61,11 @@ class SessionSettings:
                 raise InputError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.device, str) or self.device not in PROVIDERS:
             raise InputError(f"device must be {' or '.join(PROVIDERS)}, got {self.device!r}.")
+        if self.encoder_precision not in ("fp32", "bf16") or (self.encoder_precision == "bf16" and not self.openvino):
+            raise InputError(
+                f"encoder_precision must be 'fp32', or 'bf16' by OpenVINO (runtime='openvino'), got "
+                f"{self.encoder_precision!r}."
+            )
         if self.openvino and self.device != "cpu":
             raise InputError(f"openvino=True needs device='cpu', got {self.device!r}.")
         as_level(self.graph_optimization, "graph_optimization")
