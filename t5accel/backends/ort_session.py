@@ -150,14 +150,12 @@ def open_session(
     settings: SessionSettings,
     weights: Mapping[str, onnxruntime.OrtValue] | None = None,
     *,
-    profile: Path | None = None,
     provider_options: Mapping[str, str] | None = None,
 ) -> onnxruntime.InferenceSession:
     """A session on one graph.
 
-    ``weights`` replace the graph's own of the same name; keep them as long as the session. ``profile`` is the prefix of
-    the file that ``end_profiling`` writes. Raises ``ExportError`` for a file that this ONNX Runtime cannot run, and
-    ``MissingPackageError`` without the onnxruntime of the device.
+    ``weights`` replace the graph's own of the same name; keep them as long as the session. Raises ``ExportError`` for
+    a file that this ONNX Runtime cannot run, and ``MissingPackageError`` without the onnxruntime of the device.
     """
     from t5accel import machine
 
@@ -178,8 +176,6 @@ def open_session(
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(settings.spinning)))
     # Encoder and decoder have their own threads; those of the one must not spin while the other runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    if profile is not None:
-        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     for name, value in (weights or {}).items():
         options.add_initializer(name, value)
     # TensorFloat-32 would round the factors of every product to 10 bits: an error of 1e-3 in fp32.
