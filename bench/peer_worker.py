@@ -51,13 +51,16 @@ def _eager(folder: Path, scratch: Path, threads: int) -> Generate:
 
 
 def _compiled(folder: Path, scratch: Path, threads: int) -> Generate:
-    """torch.compile around the decoder, whose cache has a fixed size so that its shapes stay the same."""
+    return _transformers(_with_compiled_decoder(_model(folder)))
+
+
+def _with_compiled_decoder(model: Any) -> Any:
+    """By torch.compile, with a cache of a fixed size so that its shapes stay the same."""
     import torch
 
-    model = _model(folder)
     model.generation_config.cache_implementation = "static"
     model.decoder.forward = torch.compile(model.decoder.forward)
-    return _transformers(model)
+    return model
 
 
 def _dynamic_int8(folder: Path, scratch: Path, threads: int) -> Generate:
@@ -66,7 +69,7 @@ def _dynamic_int8(folder: Path, scratch: Path, threads: int) -> Generate:
     return _transformers(torch.ao.quantization.quantize_dynamic(_model(folder), {torch.nn.Linear}, dtype=torch.qint8))
 
 
-def _torchao(bits: int) -> Callable[[Path, Path, int], Generate]:
+def _torchao(bits: int, *, compiled: bool = False) -> Callable[[Path, Path, int], Generate]:
     """Weights alone in integers; activations in bf16, as its products for CPUs want them."""
 
     def load(folder: Path, scratch: Path, threads: int) -> Generate:
@@ -76,7 +79,7 @@ def _torchao(bits: int) -> Callable[[Path, Path, int], Generate]:
 
         model = _model(folder).to(torch.bfloat16)
         quantize_(model, Int8WeightOnlyConfig() if bits == 8 else PrototypeInt4WeightOnlyConfig(group_size=32))
-        return _transformers(model)
+        return _transformers(_with_compiled_decoder(model) if compiled else model)
 
     return load
 
@@ -347,7 +350,7 @@ ENGINES = {
     "eager": _eager, "compiled": _compiled, "dynamic-int8": _dynamic_int8, "optimum-onnx": _optimum_onnx,
     "optimum-onnx-int8": _optimum_onnx_int8, "openvino": _openvino(32), "openvino-int8": _openvino(8),
     "ctranslate2": _ctranslate2("float32"), "ctranslate2-int8": _ctranslate2("int8"),
-    "torchao-int8": _torchao(8), "torchao-int4": _torchao(4),
+    "torchao-int8": _torchao(8), "torchao-int8-compiled": _torchao(8, compiled=True), "torchao-int4": _torchao(4),
     "beam-search": _beam_search_operator(32), "beam-search-int8": _beam_search_operator(8),
     "llama-cpp": _llama_cpp("F32"), "llama-cpp-int8": _llama_cpp("Q8_0"),
     "transformers-js": _transformers_js("fp32"), "transformers-js-int8": _transformers_js("q8"),

@@ -102,7 +102,7 @@ PEERS = (
     PeerSystem(f"{LLAMA_CPP} q8_0", "llama-cpp-int8", "llama-cpp", "int8", _one_text, {"weights": "Q8_0"}),
     PeerSystem(f"{TRANSFORMERS_JS} q8", "transformers-js-int8", "transformers-js", "int8", _greedy,
                {"dtype": "q8", "weights": "int8 per channel"}),
-    PeerSystem("torchao int8, compiled", "torchao-int8", "torchao", "int8", _compiled,
+    PeerSystem("torchao int8, compiled", "torchao-int8-compiled", "torchao", "int8", _compiled,
                {"configuration": "Int8WeightOnlyConfig", "activations": "bf16", "cache": "static"}),
     PeerSystem("torchao int4", "torchao-int4", "torchao", "int4",
                settings={"configuration": "PrototypeInt4WeightOnlyConfig", "activations": "bf16", "group_size": 32}),

@@ -7,6 +7,7 @@ text, so that none needs padding. An interrupted run goes on where it stopped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ SYSTEMS = {one.name: one for one in PEERS if one.precision != "fp32" or one.name
 
 
 def score(system: PeerSystem, build: Path, threads: int, tokenizer: Any, *, limit: int | None = None) -> Row:
-    """A row with a system's scores on all three sets."""
-    worker = start(system, build, threads, MODEL)
+    """A row with a system's scores on all three sets; what is compiled for speed runs as it is."""
+    worker = start(replace(system, engine=system.engine.removesuffix("-compiled")), build, threads, MODEL)
 
     def generate(ids: np.ndarray, mask: np.ndarray, shortest: int, longest: int) -> np.ndarray:
         return worker(ids, Work(1, ids.shape[1], longest, forced_length=False))
