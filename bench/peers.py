@@ -104,8 +104,9 @@ PEERS = (
                {"dtype": "q8", "weights": "int8 per channel"}),
     PeerSystem("torchao int8, compiled", "torchao-int8-compiled", "torchao", "int8", _compiled,
                {"configuration": "Int8WeightOnlyConfig", "activations": "bf16", "cache": "static"}),
-    PeerSystem("torchao int4", "torchao-int4", "torchao", "int4",
-               settings={"configuration": "PrototypeInt4WeightOnlyConfig", "activations": "bf16", "group_size": 32}),
+    PeerSystem("torchao int4, compiled", "torchao-int4-compiled", "torchao", "int4", _compiled,
+               {"configuration": "PrototypeInt4WeightOnlyConfig", "group_size": 32, "activations": "bf16",
+                "cache": "static"}),
     PeerSystem(OURS, "ours", "ours"),
     PeerSystem(OURS_GENERATE, "ours-generate", "ours"),
     PeerSystem(OURS_EXACT, "ours-exact", "ours", cells=lambda cell: cell.beams == 1),  # beams have no shortlist

@@ -143,7 +143,7 @@ def test_the_grid_has_systems_for_every_cell():
     assert some[LLAMA_CPP] == some[f"{LLAMA_CPP} q8_0"] == one_text and compiled in one_text
     assert some[OURS_EXACT] == some[TRANSFORMERS_JS] == some[f"{TRANSFORMERS_JS} q8"] == greedy
     assert some.keys() - {LLAMA_CPP, f"{LLAMA_CPP} q8_0", TRANSFORMERS_JS, f"{TRANSFORMERS_JS} q8", OURS_EXACT} == {
-        "torch.compile, static cache", "torchao int8, compiled", OURS_OPENVINO
+        "torch.compile, static cache", "torchao int8, compiled", "torchao int4, compiled", OURS_OPENVINO
     }  # fmt: skip
 
 

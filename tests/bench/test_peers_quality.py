@@ -14,7 +14,7 @@ from t5accel.models.load import load_model
 
 def test_every_system_in_integers_is_scored_beside_fp32():
     assert {one.precision for one in SYSTEMS.values()} >= {"fp32", "int8", "int8-dynamic", "int4"}
-    assert {"llama.cpp q8_0", "CTranslate2 int8", "torchao int4", "t5accel int8"} <= SYSTEMS.keys()
+    assert {"llama.cpp q8_0", "CTranslate2 int8", "torchao int4, compiled", "t5accel int8"} <= SYSTEMS.keys()
 
 
 @pytest.mark.once
@@ -40,7 +40,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(peers_quality, "versions_of", lambda *_: {})
     monkeypatch.setattr(peers_quality, "save_model", lambda *_: None)
     monkeypatch.setattr(peers_quality, "score", lambda system, *_: asked.append(system.name) or {"system": system.name})
-    for names in (["torchao int4", "CTranslate2 int8"], ["CTranslate2 int8", "llama.cpp q8_0"]):
+    for names in (["torchao int4, compiled", "CTranslate2 int8"], ["CTranslate2 int8", "llama.cpp q8_0"]):
         monkeypatch.setattr(sys, "argv", ["peers_quality", "--json", str(tmp_path / "rows.json"), "--systems", *names])
         peers_quality.main()
-    assert asked == ["torchao int4", "CTranslate2 int8", "llama.cpp q8_0"]
+    assert asked == ["torchao int4, compiled", "CTranslate2 int8", "llama.cpp q8_0"]
