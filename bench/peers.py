@@ -79,7 +79,7 @@ def _greedy(cell: Work) -> bool:
 
 
 def _one_text(cell: Work) -> bool:
-    """Greedy, too; llama.cpp's decoder attends to the texts of a batch as if they were one."""
+    """llama.cpp has no beams, and is asked text by text."""
     return cell.batch == cell.beams == 1
 
 
