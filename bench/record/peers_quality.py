@@ -7,6 +7,7 @@ text, so that none needs padding. An interrupted run goes on where it stopped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,18 @@ MODEL = "mini"
 SYSTEMS = {one.name: one for one in PEERS if one.precision != "fp32" or one.name in (REFERENCE, OURS)}
 
 
-def score(system: PeerSystem, build: Path, threads: int, tokenizer: Any, *, limit: int | None = None) -> Row:
-    """A row with a system's scores on all three sets; what is compiled for speed runs as it is."""
-    worker = start(replace(system, engine=system.engine.removesuffix("-compiled")), build, threads, MODEL)
+def score(system: PeerSystem, build: Path, tokenizer: Any, *, limit: int | None = None) -> Row:
+    """A row with a system's scores on all three sets, on one thread; what is compiled for speed runs as it is."""
+    worker = start(replace(system, engine=system.engine.removesuffix("-compiled")), build, 1, MODEL)
 
     def generate(ids: np.ndarray, mask: np.ndarray, shortest: int, longest: int) -> np.ndarray:
         return worker(ids, Work(1, ids.shape[1], longest, forced_length=False))
 
     try:
-        found = generated_scores(generate, tokenizer, batch_size=1, limit=limit, progress=True)
+        found = generated_scores(generate, tokenizer, batch_size=1, limit=limit)
     finally:
         worker.close()
-    return {"measured": "quality", "system": system.name, "model": MODEL, "threads": threads, **system.facts, **found}
+    return {"measured": "quality", "system": system.name, "model": MODEL, "threads": 1, **system.facts, **found}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -53,7 +54,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Score the systems, one after the other, and print the table."""
+    """Score the systems, as many at once as there are cores, and print the table."""
     parser = record_parser(__doc__.splitlines()[0])
     parser.add_argument("--build", type=Path, default=ROOT / "build/peers", help="environments and converted models")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS], help="some systems alone, by name")
@@ -64,10 +65,13 @@ def main() -> None:
     rows = rows_so_far(args.json, conditions)
     save_model(MODEL, args.build / "models" / MODEL)
     done = {row["system"] for row in rows}
-    for name in tqdm([name for name in args.systems if name not in done], unit="system"):
-        rows.append(score(SYSTEMS[name], args.build, threads, tokenizer))
-        rows.sort(key=lambda row: [*SYSTEMS].index(row["system"]))
-        write_rows(args.json, rows, command="python -m bench.record.peers_quality", **conditions)
+    left = [SYSTEMS[name] for name in args.systems if name not in done]
+    with ThreadPoolExecutor(threads) as pool:
+        scored = [pool.submit(score, system, args.build, tokenizer) for system in left]
+        for future in tqdm(as_completed(scored), total=len(left), unit="system"):
+            rows.append(future.result())
+            rows.sort(key=lambda row: [*SYSTEMS].index(row["system"]))
+            write_rows(args.json, rows, command="python -m bench.record.peers_quality", **conditions)
     if any(row["system"] == REFERENCE for row in rows):
         print(table(rows))
 
