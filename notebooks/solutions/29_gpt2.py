@@ -19,7 +19,7 @@ def answers(model, prompt, questions, new_tokens):
 past, new, ids = None, prompt, prompt
 for step in range(25):
     if step == 20:
-        past.crop(past.get_seq_length() - 5)
+        past.crop(-5)
         before, ids = ids, ids[:, :-5]
         new = ids[:, past.get_seq_length() :]
     found = model(new, past_key_values=past, use_cache=True)
