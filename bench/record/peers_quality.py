@@ -48,7 +48,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [["system", "precision", "BLEU", "ROUGE-L", "EM", "against fp32"]]
     for row in rows:
         shown = [f"{row[name]:.1f}" for name in MAIN_SCORES]
-        lost = " ".join(f"{row[name] - reference[name]:+.1f}" for name in MAIN_SCORES)
+        lost = " ".join(f"{round(row[name] - reference[name], 1) + 0:+.1f}" for name in MAIN_SCORES)
         lines.append([row["system"], row["precision"], *shown, "" if row is reference else lost])
     return "\n".join(format_table(lines, left=(0, 1), rule=True))
 
