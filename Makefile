@@ -19,7 +19,9 @@ NPM := $(shell command -v npm)
 ON_COLAB := torch transformers numpy ipykernel
 
 # Each peer's environment: what lies in requirements/peers/NAME.txt. Ours is .venv, and of T5Gemma 2 .venv-v5.
-PEERS := transformers4 transformers5 optimum openvino openvino4 ctranslate2 ctranslate2-v5
+PEERS := transformers4 transformers5 optimum openvino openvino4 ctranslate2 ctranslate2-v5 torchao onnxruntime-beam-search llama-cpp transformers-js
+# What npm adds to two of them.
+PEERS_BY_NPM := build/peers/llama-cpp/package build/peers/transformers-js/node_modules
 # And of each server that brings its own: requirements/servers/NAME.txt.
 SERVERS := triton ray
 QUICK :=
@@ -85,7 +87,7 @@ bench: .venv/.stamp ## Measure every technique on a seeded t5-small; rows in bui
 	@$(VENV) -m bench board --model random:t5-small --json build/bench.json
 	@$(VENV) -m bench.record.engine --json build/engine.json
 
-peers: .venv/.stamp $(if $(filter gemma,$(GRID)),.venv-v5/.stamp) $(PEERS:%=build/peers/%/.stamp) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1] [GRID=families|gemma]
+peers: .venv/.stamp $(if $(filter gemma,$(GRID)),.venv-v5/.stamp) $(PEERS:%=build/peers/%/.stamp) $(PEERS_BY_NPM) ## Measure our engine beside its peers, up to an hour; goes on where it stopped [QUICK=1] [GRID=families|gemma]
 	@$(if $(filter gemma,$(GRID)),$(VENV_V5),$(VENV)) -m bench.record.peers $(if $(GRID),--grid $(GRID)) $(if $(QUICK),--quick)
 
 serving: .venv/.stamp $(SERVERS:%=build/servers/%/.stamp) ## Put load on our server and on others, half an hour; goes on where it stopped [QUICK=1]
@@ -235,6 +237,10 @@ build/peers/%/.stamp: requirements/peers/%.txt
 # A library for each make of processor, which needs no Node.js to run.
 build/peers/llama-cpp/package: | build/peers/llama-cpp/.stamp
 	@cd $(@D) && npm pack --silent @node-llama-cpp/linux-x64@3.22.1 > /dev/null && tar xzf node-llama-cpp-*.tgz && rm node-llama-cpp-*.tgz
+
+# Without install scripts: they would fetch CUDA's libraries.
+build/peers/transformers-js/node_modules: | build/peers/transformers-js/.stamp
+	@npm install --silent --ignore-scripts --no-audit --no-fund --no-save --prefix $(@D) @huggingface/transformers@4.3.2
 
 build/servers/%/.stamp: requirements/servers/%.txt
 	@rm -rf $(@D) && echo "Installing the server $* into $(@D)." && "$(PYTHON)" -m venv $(@D) && \

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for `bench.llama_cpp`
 LLAMA_TOKENS = 512  # of llama.cpp's longest text
 Encode = Callable[[np.ndarray], Any]  # (B, S) ids, all of them real, to (B, S, d_model)
 
@@ -101,91 +102,24 @@ def _openvino(bits: int) -> Callable[[Path, Path, int], Encode]:
 
 
 def _llama_cpp(folder: Path, scratch: Path, threads: int) -> Encode:
-    """The library that npm's node-llama-cpp brings; of its structures only the fields that are set here are known."""
-    import ctypes
+    from bench.llama_cpp import LlamaCpp, write_gguf
 
     path = scratch / "q8_0.gguf"
     if not path.exists():
         scratch.mkdir(exist_ok=True)
-        _write_gguf(folder, path)
-    place = Path(sys.prefix) / "package/bins/linux-x64"
-    ggml, llama = (ctypes.CDLL(str(next(place.glob(f"lib{name}.v*.so")))) for name in ("ggml", "llama"))
-    ggml.ggml_backend_load_all_from_path(str(place).encode())
-
-    class Parameters(ctypes.Structure):  # of a model or a context; larger than either
-        _fields_ = [*((name, ctypes.c_uint32) for name in ("n_ctx", "n_batch", "n_ubatch")),
-                    ("others", ctypes.c_char * 1012)]  # fmt: skip
-
-    class Batch(ctypes.Structure):
-        _fields_ = [("n_tokens", ctypes.c_int32), ("token", ctypes.POINTER(ctypes.c_int32)), ("embd", ctypes.c_void_p),
-                    ("pos", ctypes.POINTER(ctypes.c_int32)), ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
-                    ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-                    ("logits", ctypes.POINTER(ctypes.c_int8))]  # fmt: skip
-
-    for name, result, arguments in (
-        ("model_default_params", Parameters, []), ("context_default_params", Parameters, []),
-        ("model_load_from_file", ctypes.c_void_p, [ctypes.c_char_p, Parameters]),
-        ("init_from_model", ctypes.c_void_p, [ctypes.c_void_p, Parameters]),
-        ("set_embeddings", None, [ctypes.c_void_p, ctypes.c_bool]),
-        ("set_n_threads", None, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]),
-        ("batch_init", Batch, [ctypes.c_int32] * 3), ("encode", ctypes.c_int32, [ctypes.c_void_p, Batch]),
-        ("get_embeddings", ctypes.POINTER(ctypes.c_float), [ctypes.c_void_p]),
-    ):  # fmt: skip
-        function = getattr(llama, f"llama_{name}")
-        function.restype, function.argtypes = result, arguments
-    model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
-    parameters = llama.llama_context_default_params()
-    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = LLAMA_TOKENS
-    context = llama.llama_init_from_model(model, parameters)
-    llama.llama_set_embeddings(context, True)
-    llama.llama_set_n_threads(context, threads, threads)
-    batch = llama.llama_batch_init(LLAMA_TOKENS, 0, 1)
+        write_gguf(folder, path, "Q8_0", LLAMA_TOKENS)
+    model = LlamaCpp(path, LLAMA_TOKENS, threads, embeddings=True)
     width = json.loads((folder / "config.json").read_text())["d_model"]
 
     def encode(ids: np.ndarray) -> np.ndarray:
         states = np.empty((*ids.shape, width), np.float32)
-        batch.n_tokens = ids.shape[1]
         # Text by text: in a joint batch every token has scores with the tokens of all texts, and that takes longer.
         for text, found in zip(ids.tolist(), states, strict=True):
-            for place, token in enumerate(text):
-                batch.token[place], batch.pos[place], batch.logits[place] = token, place, 1
-                batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
-            if llama.llama_encode(context, batch):
-                raise RuntimeError("llama_encode failed.")
-            found[:] = np.ctypeslib.as_array(llama.llama_get_embeddings(context), found.shape)
+            model.encode(text)
+            found[:] = model.states(found.shape)
         return states
 
     return encode
-
-
-def _write_gguf(folder: Path, path: Path) -> None:
-    """A T5's encoder in q8_0, but for norms and the position bias; without its vocabulary."""
-    import gguf
-    from safetensors.numpy import load_file
-
-    config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "t5encoder")
-    writer.add_context_length(LLAMA_TOKENS)
-    for name, key in (
-        ("embedding_length", "d_model"), ("feed_forward_length", "d_ff"), ("block_count", "num_layers"),
-        ("head_count", "num_heads"), ("key_length", "d_kv"), ("value_length", "d_kv"), ("vocab_size", "vocab_size"),
-        ("layer_norm_rms_eps", "layer_norm_epsilon"),
-        ("relative_attn_buckets_count", "relative_attention_num_buckets"),
-    ):  # fmt: skip
-        getattr(writer, f"add_{name}")(config[key])
-    writer.add_tokenizer_model("no_vocab")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5ENCODER, config["num_layers"])
-    kind = gguf.GGMLQuantizationType.Q8_0
-    for name, array in load_file(folder / "model.safetensors").items():
-        own = names.get_name(name, try_suffixes=(".weight",))
-        if array.ndim == 2 and "relative" not in name:
-            writer.add_tensor(own, gguf.quants.quantize(array, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(own, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def _ours(precision: str) -> Callable[[Path, Path, int], Encode]:

@@ -277,12 +277,6 @@ def cached(
     return stays if bound else fed
 
 
-def bytes_of_logits(prompt_tokens: int, new_tokens: int, *, vocabulary: int = 50257, batch: int = 1) -> int:
-    """Bytes of all logits that a graph without cache returns during generation: fp32, every position anew."""
-    lengths = range(prompt_tokens, prompt_tokens + new_tokens)
-    return batch * sum(lengths) * vocabulary * 4
-
-
 PYTORCH, NO_CACHE, OPTIMUM = "PyTorch, cache", "PyTorch, no cache", "optimum, cache"
 # By name: with a cache or not, whether memory stays bound, and whether the graph gives the last logits alone.
 GRAPHS: Mapping[str, tuple[bool, bool, bool]] = {

@@ -45,29 +45,68 @@ class PeerSystem:
     environment: str  # its list of packages under ``requirements/peers/``; "ours": the project's own
     precision: str = "fp32"  # a recipe of ours; of others that of weights and arithmetic
     cells: Callable[[Work], bool] = lambda _: True  # the cells that it takes part in
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False)  # for its rows
 
     @property
     def ours(self) -> bool:
         return self.environment == "ours"
+
+    @property
+    def facts(self) -> Row:
+        """What its rows say of it beside its name."""
+        found: Row = {"precision": self.precision}
+        if self.ours:
+            found["recipe_hash"] = RECIPES[self.precision].hash
+        if self.settings:
+            found["settings"] = dict(self.settings)
+        return found
 
 
 OURS, OURS_GENERATE, OURS_EXACT = "t5accel", "t5accel, generate()", "t5accel, all logits"
 OURS_OPENVINO = "t5accel, OpenVINO's encoder"
 OURS_INT8, OURS_INT8_THROUGHPUT, OURS_INT4 = "t5accel int8", "t5accel int8 for throughput", "t5accel int4"
 OPTIMUM = "optimum-onnx"
+BEAM_SEARCH, LLAMA_CPP, TRANSFORMERS_JS = "ONNX Runtime's BeamSearch", "llama.cpp", "transformers.js"
+
+
+def _compiled(cell: Work) -> bool:
+    """A new shape is a new compilation of a minute: one cell shows what it brings."""
+    return (cell.batch, cell.source_tokens, cell.beams) == (1, 128, 1)
+
+
+def _greedy(cell: Work) -> bool:
+    return cell.beams == 1
+
+
+def _one_text(cell: Work) -> bool:
+    """llama.cpp has no beams, and is asked text by text."""
+    return cell.batch == cell.beams == 1
+
+
 PEERS = (
     PeerSystem(REFERENCE, "eager", "transformers4"),
     PeerSystem("transformers 5", "eager", "transformers5"),
-    # A new shape is a new compilation of a minute: one cell shows what it brings.
-    PeerSystem("torch.compile, static cache", "compiled", "transformers4",
-           cells=lambda cell: (cell.batch, cell.source_tokens, cell.beams) == (1, 128, 1)),
+    PeerSystem("torch.compile, static cache", "compiled", "transformers4", cells=_compiled),
     PeerSystem(OPTIMUM, "optimum-onnx", "optimum"),
     PeerSystem("OpenVINO", "openvino", "openvino"),
     PeerSystem("CTranslate2", "ctranslate2", "ctranslate2"),
+    PeerSystem(BEAM_SEARCH, "beam-search", "onnxruntime-beam-search"),
+    PeerSystem(LLAMA_CPP, "llama-cpp", "llama-cpp", cells=_one_text, settings={"weights": "F32"}),
+    PeerSystem(TRANSFORMERS_JS, "transformers-js", "transformers-js", cells=_greedy, settings={"dtype": "fp32"}),
     PeerSystem("torch dynamic int8", "dynamic-int8", "transformers4", "int8"),
     PeerSystem("optimum-onnx int8", "optimum-onnx-int8", "optimum", "int8"),
     PeerSystem("OpenVINO int8", "openvino-int8", "openvino", "int8"),
     PeerSystem("CTranslate2 int8", "ctranslate2-int8", "ctranslate2", "int8"),
+    PeerSystem(f"{BEAM_SEARCH} int8", "beam-search-int8", "onnxruntime-beam-search", "int8",
+               settings={"weights": "int8 per channel", "activations": "uint8 per tensor"}),
+    PeerSystem(f"{LLAMA_CPP} q8_0", "llama-cpp-int8", "llama-cpp", "int8", _one_text, {"weights": "Q8_0"}),
+    PeerSystem(f"{TRANSFORMERS_JS} q8", "transformers-js-int8", "transformers-js", "int8", _greedy,
+               {"dtype": "q8", "weights": "int8 per channel"}),
+    PeerSystem("torchao int8, compiled", "torchao-int8-compiled", "torchao", "int8", _compiled,
+               {"configuration": "Int8WeightOnlyConfig", "activations": "bf16", "cache": "static"}),
+    PeerSystem("torchao int4, compiled", "torchao-int4-compiled", "torchao", "int4", _compiled,
+               {"configuration": "PrototypeInt4WeightOnlyConfig", "group_size": 32, "activations": "bf16",
+                "cache": "static"}),
     PeerSystem(OURS, "ours", "ours"),
     PeerSystem(OURS_GENERATE, "ours-generate", "ours"),
     PeerSystem(OURS_EXACT, "ours-exact", "ours", cells=lambda cell: cell.beams == 1),  # beams have no shortlist
@@ -103,7 +142,10 @@ class Grid:
 
 
 GRIDS = {
-    "cpu": Grid(("random:t5-small",), GRID, QUICK),
+    "cpu": Grid(
+        ("random:t5-small",), GRID, QUICK,
+        tuple(tuple(one.name for one in PEERS if (one.precision == "fp32") == fp32) for fp32 in (True, False)),
+    ),
     "families": Grid(
         tuple(f"random:{size}" for size in ("opus-mt", "bart-base", "mt5-small", "pegasus-large",
                                             "nllb-200-distilled-600M")),
@@ -141,7 +183,8 @@ class Worker:
 
     def __call__(self, ids: np.ndarray, cell: Work) -> np.ndarray:
         """The new tokens (B, L) for ``ids`` (B, S). Raises ``PeerError`` if the system fails."""
-        asked = {"ids": ids.tolist(), "new_tokens": cell.new_tokens, "beams": cell.beams}
+        least = cell.new_tokens if cell.forced_length else 0
+        asked = {"ids": ids.tolist(), "least": least, "most": cell.new_tokens, "beams": cell.beams}
         try:
             self.process.stdin.write(json.dumps(asked) + "\n")
             self.process.stdin.flush()
@@ -177,9 +220,7 @@ def measure_cell(
     ids = np.random.default_rng(seed).integers(3, 32_000, (cell.batch, cell.source_tokens))
 
     def entry(system: PeerSystem, generate: Generate) -> Contender:
-        facts = {"precision": system.precision}
-        facts |= {"recipe_hash": RECIPES[system.precision].hash} if system.ours else {}
-        return Contender(system.name, lambda: partial(generate, ids, cell), exact=False, facts=facts)
+        return Contender(system.name, lambda: partial(generate, ids, cell), exact=False, facts=system.facts)
 
     about = {"model": model} | ({} if threads is None else {"threads": threads})
     entries = [entry(*each) for each in systems.items()]

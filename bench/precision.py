@@ -156,13 +156,6 @@ def sweep(
     return found
 
 
-def ranked(found: Sequence[GroupScores], name: str) -> list[str]:
-    """Rank the groups for `gate.quantize`: the largest loss of one score first."""
-    if bad := [one.group for one in found if name not in one.losses]:
-        raise InputError(f"name must be a score of every group, got {name!r}, which {bad[0]} lacks.")
-    return [one.group for one in sorted(found, key=lambda one: -one.losses[name])]
-
-
 def only(recipe: Recipe, group: str, *, chosen_from: Iterable[str]) -> Recipe | None:
     """Restrict a recipe to one group; ``None`` if it leaves that group in floats."""
     # A layer's weights are in its own graph; the decoder's keys and values of the source are in the encoder's, too.

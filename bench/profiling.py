@@ -1,16 +1,10 @@
-"""Profiles of a graph or a decoding step: time per node, bytes handed over, kernels launched."""
+"""Profiles of a decoding step: bytes handed over, operators called, kernels launched."""
 
 from __future__ import annotations
 
-import json
-import os
-from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,10 +12,8 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_static_buffers import capture_graph
 from t5accel.checks import as_count
-from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import decoder_spec, kv_names
 from t5accel.graphs.ort_levels import import_onnxruntime
 from t5accel.graphs.weights import T5Weights
@@ -163,78 +155,6 @@ def prices(device: torch.device, *, count: int = 1000, repeats: int = 20, size_b
         for run in (row, graph.replay, lambda: target.copy_(source))
     )
     return Prices(launched / count, replayed / count, 2 * size_bytes / copied)
-
-
-KERNEL = "_kernel_time"  # suffix of a node's own events; older releases (1.20) have others as well
-CONTAINERS = {"If", "Loop", "Scan"}  # their time is that of the nodes inside them, which are listed, too
-
-
-@dataclass(frozen=True)
-class GraphProfile:
-    """Medians over several runs."""
-
-    run_s: float  # a whole run without the profiler
-    # Operator (without its domain) and seconds by the node's name, in the order of execution.
-    nodes: Mapping[str, tuple[str, float]]
-
-    @property
-    def by_type(self) -> dict[str, float]:
-        """Return the seconds of each operator, the longest first."""
-        seconds: defaultdict[str, float] = defaultdict(float)
-        for operator, node_s in self.nodes.values():
-            seconds[operator] += node_s
-        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
-
-    @property
-    def between_s(self) -> float:
-        """Return the time between nodes; each node is measured in whole microseconds."""
-        return self.run_s - sum(node_s for _, node_s in self.nodes.values())
-
-
-def profile_graph(
-    path: str | os.PathLike[str],
-    feeds: Mapping[str, np.ndarray],
-    *,
-    settings: SessionSettings | None = None,
-    runs: int = 50,
-) -> GraphProfile:
-    """Run a graph ``runs`` times with ONNX Runtime's profiler, and as often without.
-
-    The profiler writes so much about each node that a run of hundreds of small ones takes twice as long or more, so
-    the time of a whole run is measured without it.
-    """
-    as_count(runs, "runs", at_least=1)
-    warmup = 1 + runs // 10
-    try:
-        with TemporaryDirectory() as folder:
-            session = open_session(path, settings or SessionSettings(), profile=Path(folder) / "run")
-            try:
-                for _ in range(warmup + runs):
-                    session.run(None, dict(feeds))
-            except Exception as error:  # of several kinds, none of them documented
-                raise InputError(f"{path} cannot be run on these feeds: {error}") from error
-            finally:
-                file = session.end_profiling()  # later runs are not profiled
-            events = json.loads(Path(file).read_text(encoding="utf-8"))
-    except ExportError:
-        raise
-    except OSError as error:
-        raise ExportError(f"The profile of {path} could not be written: {error}") from error
-    latency = measure(lambda: session.run(None, dict(feeds)), warmup=warmup, repeats=runs)
-    starts = [event["ts"] for event in events if event["name"] == "model_run"]
-    by_run: list[Counter[tuple[str, str]]] = [Counter() for _ in starts]
-    for event in events:
-        name, operator = event["name"], event["args"].get("op_name")
-        if name.endswith(KERNEL) and operator not in CONTAINERS:
-            by_run[bisect_right(starts, event["ts"]) - 1][name.removesuffix(KERNEL), operator] += event["dur"]
-    samples: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for run in by_run[warmup:]:
-        for node, micros in run.items():
-            samples[node].append(micros / 1e6)
-    return GraphProfile(
-        run_s=latency.median_s,
-        nodes={name: (operator, median(seconds)) for (name, operator), seconds in samples.items()},
-    )
 
 
 def step_feeds(

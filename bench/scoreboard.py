@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,8 +34,6 @@ from t5accel.precision.convert import convert_export
 from t5accel.precision.recipes import as_recipe
 from t5accel.timing import Work
 from t5accel.tokenization import TokenizerFile
-
-Name = TypeVar("Name")
 
 
 def family_rows(
@@ -126,25 +124,6 @@ def recorded_family(
         rows += told(name, [row for row in found if row["model"] == name])
         write_rows(path, rows, command=command, **about)
     return rows
-
-
-def pareto(points: Mapping[Name, tuple[float, float]], *, level: float = 0.02) -> list[Name]:
-    """Names of the points that no other one beats in both numbers, the largest first number first.
-
-    In ``points``, such as (tokens a second, score), more is better. First numbers that differ by no more than the share
-    ``level`` count as equal.
-
-    >>> pareto({"whole": (1.0, 90.0), "small": (2.0, 80.0), "bad": (1.5, 70.0), "hardly faster": (2.01, 60.0)})
-    ['small', 'whole']
-    """
-    found: list[Name] = []
-    for name in sorted(points, key=points.__getitem__, reverse=True):
-        first, second = points[name]
-        if not found or second > points[found[-1]][1]:
-            if found and points[found[-1]][0] <= (1 + level) * first:
-                found.pop()
-            found.append(name)
-    return found
 
 
 def _hash(model: Any) -> str:

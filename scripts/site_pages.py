@@ -89,7 +89,7 @@ def boards() -> str:
     parts = [
         "# Scoreboards",
         "Recorded runs, equal output first; speeds of two tables are those of two runs and do not compare. Notebook "
-        f"[{notebook.stem}](notebooks/{notebook.name}) reads them with you. An en dash stands for what was not "
+        f"[{notebook.stem}](notebooks/{notebook.name}) climbs the ladder with you. An en dash stands for what was not "
         "measured.",
     ]
     for file, title, columns in BOARDS:

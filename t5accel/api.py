@@ -40,6 +40,7 @@ def accelerate(
     tuned_for: str = "latency",
     device: str | torch.device = "cpu",
     runtime: str | None = None,
+    encoder_precision: str = "fp32",
     threads: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_source_tokens: int | None = None,
@@ -61,6 +62,8 @@ def accelerate(
         runtime: ``"onnx"``, ``"torch"``, ``"tensorrt"`` (on a GPU) or ``"openvino"``, which is ONNX Runtime with an
             encoder that is faster for large batches in fp32 (`openvino_encoder`). By default torch for bf16 and for
             floats on a GPU, else ONNX Runtime.
+        encoder_precision: ``"bf16"`` with ``runtime="openvino"``, on a CPU that multiplies it: long sources are encoded
+            twice as fast, with hidden states some 2 % off. Check the quality on data of your own.
         threads: of the CPU; by default those that this process may really use.
         tokenizer: saved with the export; by default that of a model given by name.
         max_source_tokens: refuse longer inputs, for attention grows with the square of the length.
@@ -83,7 +86,8 @@ def accelerate(
 
     backend, tokenizer, _ = _open(
         model, precision=precision, tuned_for=tuned_for, device=device, runtime=runtime, threads=threads,
-        tokenizer=tokenizer, max_source_tokens=max_source_tokens, progress=progress, check_logits=check_logits,
+        encoder_precision=encoder_precision, tokenizer=tokenizer, max_source_tokens=max_source_tokens,
+        progress=progress, check_logits=check_logits,
     )  # fmt: skip
     configs = {}
     if not isinstance(model, str | os.PathLike):  # an earlier object of equal weights may have had other defaults
@@ -94,6 +98,7 @@ def accelerate(
 def open_backend(
     model: PreTrainedModel | str | os.PathLike[str], *, precision: str | Recipe | torch.dtype | None = None,
     runtime: str | None = None, device: str | torch.device = "cpu", threads: int | None = None, progress: bool = True,
+    encoder_precision: str = "fp32",
 ) -> tuple[Backend, Any, str]:  # fmt: skip
     """Open a backend for our own loops, its tokenizer or ``None``, and a description.
 
@@ -104,8 +109,9 @@ def open_backend(
     ((1, 5), 'ONNX Runtime, fp32')
     """
     backend, tokenizer, what = _open(
-        model, precision=precision, device=device, runtime=runtime, threads=threads, progress=progress
-    )
+        model, precision=precision, device=device, runtime=runtime, threads=threads, progress=progress,
+        encoder_precision=encoder_precision,
+    )  # fmt: skip
     manifest = getattr(backend, "manifest", None)
     if manifest is not None and {"tokenizer_config.json", "tokenizer.json"} & manifest.files.keys():
         tokenizer = tokenizer_of(backend.folder)
@@ -115,10 +121,13 @@ def open_backend(
 def _open(
     model: Any, *, precision: Any, device: Any, runtime: str | None, threads: int | None, progress: bool,
     tuned_for: str = "latency", tokenizer: Any = None, max_source_tokens: int | None = None, check_logits: bool = True,
+    encoder_precision: str = "fp32",
 ) -> tuple[Backend, Any, str]:  # fmt: skip
     """The backend, the tokenizer that was given or loaded with a model for torch, and a description."""
     device = _as_device(device)
-    settings = SessionSettings(threads=threads, device=device, openvino=runtime == "openvino")
+    settings = SessionSettings(
+        threads=threads, device=device, openvino=runtime == "openvino", encoder_precision=encoder_precision
+    )
     recipe = tuned(_as_recipe(precision), tuned_for)
     if not isinstance(model, str | os.PathLike):
         family_of_model(model)
@@ -152,7 +161,8 @@ def _open(
         else:
             options = dict(settings=settings, manifest=manifest, max_source_tokens=max_source_tokens)
             backend = export_backend(device)(folder, **options)
-    return backend, tokenizer, f"{RUNTIMES[runtime]}, {name}" + f", {device}" * (device != "cpu")
+    more = f", encoder in {encoder_precision}" * (encoder_precision != "fp32") + f", {device}" * (device != "cpu")
+    return backend, tokenizer, f"{RUNTIMES[runtime]}, {name}{more}"
 
 
 def _as_recipe(precision: Any) -> Recipe:

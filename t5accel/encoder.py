@@ -14,7 +14,7 @@ import numpy as np
 
 from t5accel import machine
 from t5accel.backends import ort_memory as memory
-from t5accel.backends.ort_memory import run_into
+from t5accel.backends.ort_memory import length_slices, run_into
 from t5accel.backends.ort_session import SessionSettings, open_session, require_contract
 from t5accel.checks import as_batch, as_count
 from t5accel.errors import GateError, InputError
@@ -270,18 +270,13 @@ class AcceleratedEncoder:
         return Module()
 
     def _batches(self, texts: Sequence[str], most: int) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-        ids, mask = tokenize(self.tokenizer, list(texts)) if texts else (np.empty((0, 0)),) * 2
+        if not texts:
+            return
+        ids, mask = tokenize(self.tokenizer, list(texts))
         behind = np.argsort(mask == 0, axis=1, kind="stable")  # padding, which a tokenizer may put in front
         ids, mask = (np.take_along_axis(array, behind, axis=1) for array in (ids, mask))
-        lengths = mask.sum(axis=1).astype(int)
-        rows: list[int] = []
-        for row in [*np.argsort(-lengths, kind="stable").tolist(), None]:
-            if rows and (row is None or (len(rows) + 1) * lengths[rows[0]] > most):
-                width = lengths[rows[0]]
-                yield rows, ids[rows, :width], mask[rows, :width]
-                rows = []
-            if row is not None:
-                rows.append(row)
+        for rows, width in length_slices(mask, most):
+            yield rows.tolist(), ids[rows, :width], mask[rows, :width]
 
     def checked(self, input_ids: Any, attention_mask: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Ids and mask (B, S) int64; ``InputError`` where the encoder does not take them."""

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 from transformers import DynamicCache, EncoderDecoderCache
 
 from t5accel.backends.torch_eager import TorchEager
+from t5accel.models.t5_math import cache_name
 from t5accel.parity import assert_close
 
 ATOL = 1e-4
@@ -35,7 +36,7 @@ def own_generate(model: Any, ids: np.ndarray, mask: np.ndarray, **options: Any) 
     if "decoder_input_ids" in options:
         options["decoder_input_ids"] = torch.as_tensor(options["decoder_input_ids"])
     if options.get("use_cache", True):  # its own is sized by the encoder's depth, and fails where the decoder is deeper
-        options.setdefault("past_key_values", EncoderDecoderCache(DynamicCache(), DynamicCache()))
+        options.setdefault(cache_name(), EncoderDecoderCache(DynamicCache(), DynamicCache()))
     source = dict(input_ids=torch.as_tensor(ids), attention_mask=torch.as_tensor(mask))
     return model.generate(**source, **{"do_sample": False, "num_beams": 1, **options})
 

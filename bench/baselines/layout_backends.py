@@ -22,6 +22,7 @@ from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import InputError
 from t5accel.graphs.contract import DECODER, ENCODER, as_folder, kv_names
 from t5accel.graphs.export import export_model, source_hash, t5_weights
+from t5accel.models.t5_math import cache_name
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -299,8 +300,8 @@ class HybridOnnxT5(TorchEager):
             attention_mask=past_mask,
             encoder_hidden_states=state.hidden,
             encoder_attention_mask=state.mask,
-            past_key_values=state.cache,
             use_cache=True,
+            **{cache_name(): state.cache},
         ).last_hidden_state
         (logits,) = self.sessions[LM_HEAD].run(["logits"], {"hidden_states": hidden.float().cpu().numpy()})
         return logits

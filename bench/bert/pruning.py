@@ -1,8 +1,7 @@
-"""Movement pruning of a BERT: heads, neurons and blocks are masked in training, then removed.
+"""Movement pruning of a BERT: heads and neurons are masked in training, then removed.
 
 Movement (Sanh, Wolf and Rush 2020) sums minus gradient times weight over the steps; parts that are pulled towards zero
-go first. Blocks are as in "Block Pruning For Faster Transformers" (Lagunas et al. 2021, nn_pruning). Masked heads and
-neurons are removed; other blocks stay as zeros, which dense products multiply like any other number.
+go first.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from t5accel.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KINDS = ("heads", "neurons", "blocks")
+KINDS = ("heads", "neurons")
 
 
 class Mask(torch.nn.Module):
@@ -34,8 +33,6 @@ class Mask(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, rows: int, columns: int):
         super().__init__()
-        if weight.shape[0] % rows or weight.shape[1] % columns:
-            raise InputError(f"A weight of {tuple(weight.shape)} has no whole blocks of {rows} by {columns}.")
         self.rows, self.columns = rows, columns
         shape = (weight.shape[0] // rows, weight.shape[1] // columns)
         self.factor = torch.nn.Parameter(torch.ones(shape))
@@ -53,12 +50,10 @@ class Mask(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Pruning:
-    """What shall be masked in the end: shares of all heads, of all neurons and of all blocks, 0 to below 1."""
+    """What shall be masked in the end: shares of all heads and of all neurons, 0 to below 1."""
 
     heads: float = 0.0
     neurons: float = 0.0
-    blocks: float = 0.0
-    block_size: int = 32
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -79,9 +74,6 @@ def attach(model: PreTrainedModel, pruning: Pruning) -> dict[str, list[Mask]]:
 
     for layer in model.bert.encoder.layer:
         attention = layer.attention
-        if pruning.blocks:
-            for linear in (attention.self.query, attention.self.key, attention.self.value, attention.output.dense):
-                add("blocks", linear, pruning.block_size, pruning.block_size)
         if pruning.heads:
             add("heads", attention.output.dense, hidden, size)
         if pruning.neurons:
@@ -158,13 +150,6 @@ def removed(model: PreTrainedModel) -> PreTrainedModel:
             weights[key] = weights[key][:, keep]
     whole.load_state_dict(weights)
     return whole.eval()
-
-
-def zero_share(model: PreTrainedModel) -> float:
-    """The share of the layers' matrices that is zero, 0 … 1."""
-    matrices = [p for name, p in model.bert.encoder.named_parameters() if p.ndim == 2]
-    zeros = sum(int((matrix == 0).sum()) for matrix in matrices)
-    return zeros / sum(matrix.numel() for matrix in matrices)
 
 
 def _at_least_one(keep: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,10 @@ from t5accel.decoding.backend import Backend, right_aligned
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.request import check_positions
 from t5accel.errors import InputError
+from t5accel.models.t5_math import cache_name
 
 _V5 = int(transformers.__version__.split(".")[0]) >= 5
+CACHE = cache_name()
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,9 @@ class BackendEncoder:
 
 
 class DecoderCache:
-    """A backend's decoder state with the methods of transformers' ``past_key_values``."""
+    """A backend's decoder state with the methods of transformers' ``past_key_values``, or ``cache``."""
 
-    is_compileable = False
+    is_compileable, is_croppable, is_linear = False, True, (False,)
 
     def __init__(self, encoded: EncodedSource, sources: np.ndarray, rows_per_source: int):
         self.backend = encoded.backend
@@ -260,16 +262,25 @@ def as_encoded(encoder_outputs: Any) -> EncodedBatch:
     return encoder_outputs
 
 
-def as_cache(past_key_values: Any, backend: Backend) -> DecoderCache:
-    """Check that ``past_key_values`` are this backend's."""
-    if not isinstance(past_key_values, DecoderCache):
+def as_cache(cache: Any, backend: Backend) -> DecoderCache:
+    """Check that a cache is this backend's."""
+    if not isinstance(cache, DecoderCache):
         raise InputError(
-            f"past_key_values must be what this model returned, got {type(past_key_values).__name__}. Leave it out: "
+            f"{CACHE} must be what this model returned, got {type(cache).__name__}. Leave it out: "
             "the backend has its own cache, also where the decoder is deeper than the encoder."
         )
-    if past_key_values.backend is not backend:
-        raise InputError("These past_key_values are of another model. Give those that this one returned.")
-    return past_key_values
+    if cache.backend is not backend:
+        raise InputError(f"{CACHE} must be what this model returned, got another model's.")
+    return cache
+
+
+def named_cache(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the cache under transformers' present name, whichever of the two it was given by."""
+    others = dict(arguments)
+    given = [cache for cache in (others.pop("past_key_values", None), others.pop("cache", None)) if cache is not None]
+    if len(given) > 1:
+        raise InputError("Give past_key_values or cache, not both: they are two names of one argument.")
+    return others | {CACHE: given[0]} if given else others
 
 
 def as_mask(mask: Any, name: str) -> np.ndarray:

@@ -21,11 +21,13 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto import modeling_auto
 
 from t5accel.backends.hf_cache import (
+    CACHE,
     BackendEncoder,
     DecoderCache,
     EncodedBatch,
     as_cache,
     as_encoded,
+    named_cache,
     reject_text,
     reject_unsupported,
 )
@@ -149,6 +151,7 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        cache: DecoderCache | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
         """Logits (R, T, V) float32 at each position, as transformers' own T5 gives them.
@@ -158,16 +161,18 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
                 labels shifted to the right, or for BART and mBART the source.
             decoder_attention_mask: (R, P + T), 0 for padding on the left.
             encoder_outputs: returned by ``encoder``, in place of the source.
-            past_key_values: returned by an earlier call, in place of the source. Changed in place.
+            past_key_values: returned by an earlier call, in place of the source. Changed in place. From transformers
+                5.24 on it is called ``cache``; both names work.
             labels: (R, T), -100 where they do not count in the mean cross-entropy ``loss``.
         """
         reject_unsupported(kwargs)
-        if past_key_values is None:
+        given = named_cache({"past_key_values": past_key_values, "cache": cache})
+        if given:
+            cache = as_cache(given[CACHE], self.backend)
+        else:
             if encoder_outputs is None:
                 encoder_outputs = self.encoder(input_ids, attention_mask)
             cache = as_encoded(encoder_outputs).start(self.backend, attention_mask)
-        else:
-            cache = as_cache(past_key_values, self.backend)
         if decoder_input_ids is None:
             shifted = input_ids if labels is None and self.config.model_type in _SHIFT_THE_SOURCE else labels
             if shifted is None:
@@ -179,7 +184,7 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
             expected = labels.flatten().to(logits.device)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), expected, ignore_index=-100)
         is_cached = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
-        output = Seq2SeqLMOutput(loss=loss, logits=logits, past_key_values=cache if is_cached else None)
+        output = Seq2SeqLMOutput(loss=loss, logits=logits, **{CACHE: cache if is_cached else None})
         is_named = self.config.return_dict if return_dict is None else return_dict
         return output if is_named else output.to_tuple()
 
@@ -209,7 +214,7 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
         device = as_encoded(kwargs["encoder_outputs"]).device if given is None else given.device
         kwargs = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in kwargs.items()}
         with self.looping_on(device):
-            return super().generate(inputs, *args, **kwargs)
+            return super().generate(inputs, *args, **named_cache(kwargs))
 
     # `generate` calls the next methods. 4.57 and 5.x give whole sequences, and more arguments than a backend needs.
 
@@ -221,14 +226,15 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
         encoder_outputs: EncodedBatch | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        cache: DecoderCache | None = None,
         **kwargs: Any,  # by this name transformers takes the arguments of forward() as well, such as Trainer's labels
     ) -> dict[str, Any]:
         """The arguments of the next ``forward``: the tokens that the cache has not read, or all where there is none."""
-        if past_key_values is None:
-            inputs = {"encoder_outputs": encoder_outputs, "attention_mask": attention_mask, "use_cache": False}
+        inputs = named_cache({"past_key_values": past_key_values, "cache": cache})
+        if inputs:
+            inputs[CACHE].history, input_ids = input_ids, input_ids[:, inputs[CACHE].length :]
         else:
-            inputs = {"past_key_values": past_key_values}
-            past_key_values.history, input_ids = input_ids, input_ids[:, past_key_values.length :]
+            inputs = {"encoder_outputs": encoder_outputs, "attention_mask": attention_mask, "use_cache": False}
         return {"decoder_input_ids": input_ids, "decoder_attention_mask": decoder_attention_mask, **inputs}
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,8 +248,8 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
         reject_unsupported({name: model_kwargs.get(name) for name in _UNSUPPORTED})
         if model_kwargs.get("encoder_outputs") is not None:
             as_encoded(model_kwargs["encoder_outputs"])
-        if model_kwargs.get("past_key_values") is not None:
-            as_cache(model_kwargs["past_key_values"], self.backend)
+        if model_kwargs.get(CACHE) is not None:
+            as_cache(model_kwargs[CACHE], self.backend)
         super()._validate_model_kwargs(model_kwargs)
 
     def _maybe_initialize_input_ids_for_generation(
@@ -273,9 +279,9 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
                 f"cache_implementation must be left out, got {generation_config.cache_implementation!r}: the backend "
                 "has its own cache."
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             encoded, mask = as_encoded(model_kwargs.get("encoder_outputs")), model_kwargs.get("attention_mask")
-            cache = model_kwargs["past_key_values"] = encoded.start(self.backend, mask)
+            cache = model_kwargs[CACHE] = encoded.start(self.backend, mask)
             cache.is_private = not generation_config.return_dict_in_generate
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> None:

@@ -34,7 +34,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from t5accel.backends.hf_cache import DecoderCache
+from t5accel.backends.hf_cache import CACHE, DecoderCache
 from t5accel.checks import check_vocabulary
 from t5accel.decoding.beam import BeamState
 from t5accel.decoding.greedy_search import greedy_steps
@@ -110,14 +110,14 @@ class BackendLoops:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        past_key_values: DecoderCache,
-        **_: Any,
+        **call: Any,
     ) -> torch.Tensor:
         """transformers' ``_sample`` with any processors and criteria, draw by draw, without inputs and outputs."""
+        cache: DecoderCache = call[CACHE]
         ends = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
         is_open = torch.ones(len(sequences), dtype=torch.bool)
         while True:
-            logits = past_key_values.append(sequences[:, past_key_values.length :])
+            logits = cache.append(sequences[:, cache.length :])
             scores = logits_processor(sequences, logits[:, -1].clone())  # which may write into them
             if generation_config.do_sample:
                 tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
@@ -139,7 +139,7 @@ class BackendLoops:
         request = self._as_request(prefix, **call)
         if request is None:
             return None
-        steps = greedy_steps(self.backend, request, call["past_key_values"].state)
+        steps = greedy_steps(self.backend, request, call[CACHE].state)
         return StepStream(request.prefix, self.backend.pad_token_id, steps).generated().sequences
 
     def _draws_on_the_device(self) -> bool:
@@ -151,7 +151,7 @@ class BackendLoops:
         if found is None:
             return None
         sampling, processors = found
-        cache = call.get("past_key_values")
+        cache = call.get(CACHE)
         rows = cache.shape[1] if isinstance(cache, DecoderCache) else 1
         request = self._as_request(prefix[::rows], processors, rows=rows, **call)
         if request is None:
@@ -190,7 +190,7 @@ class BackendLoops:
         except InputError:  # transformers searches more than `BeamState` does
             return None
         process = partial(_process, history) if history else None
-        search.run(self.backend, call["past_key_values"].state, request.prefix, process)
+        search.run(self.backend, call[CACHE].state, request.prefix, process)
         pad = self.backend.pad_token_id or int(config._eos_token_tensor[0])  # transformers' own choice
         new, _ = search.best(config.num_return_sequences, pad_token_id=pad)
         return np.concatenate([np.repeat(request.prefix, config.num_return_sequences, axis=0), new], axis=1)
@@ -205,7 +205,7 @@ class BackendLoops:
         **others: Any,
     ) -> GenerationInputs | None:
         """The inputs of our own loop; ``None`` unless only lengths, ends and `TokenConstraints` bound the call."""
-        cache, read = others.get("past_key_values"), prefix.shape[1]
+        cache, read = others.get(CACHE), prefix.shape[1]
         found = _constraints(logits_processor, self.backend.vocab_size)
         if found is None or not _is_private(**others) or cache.shape[1] != rows:
             return None
@@ -249,11 +249,10 @@ def _process(processors: Sequence[Any], sequences: np.ndarray, logits: np.ndarra
     return scores.numpy().reshape(logits.shape)
 
 
-def _is_private(
-    past_key_values: Any = None, decoder_attention_mask: Any = None, synced_gpus: bool = False, **_: Any
-) -> bool:
+def _is_private(decoder_attention_mask: Any = None, synced_gpus: bool = False, **call: Any) -> bool:
     """Whether nobody but the loop needs the cache, and none of its tokens is padding."""
-    is_own = isinstance(past_key_values, DecoderCache) and past_key_values.is_private
+    cache = call.get(CACHE)
+    is_own = isinstance(cache, DecoderCache) and cache.is_private
     return is_own and decoder_attention_mask is None and not synced_gpus
 
 

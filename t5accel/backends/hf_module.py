@@ -106,7 +106,7 @@ class WeightlessModule(PreTrainedModel):
             return kind, str(self.dtype).removeprefix("torch.")
         kind = "TensorRT" if hasattr(self.backend, "trt") else "ONNX Runtime"
         if self.backend.settings.openvino:
-            kind += " with OpenVINO"
+            kind += " with OpenVINO" + " in bf16" * (self.backend.settings.encoder_precision == "bf16")
         return kind, manifest.recipe["name"]
 
     def train(self, mode: bool = True) -> Any:

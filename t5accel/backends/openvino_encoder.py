@@ -12,16 +12,20 @@ from typing import Any
 import numpy as np
 
 from t5accel import machine
-from t5accel.errors import ExportError, MissingPackageError, install
+from t5accel.errors import ExportError, InputError, MissingPackageError, install
 
 
 class OpenvinoEncoder:
-    """``encoder.onnx`` compiled in float32 for this CPU; threads may share it. Raises ``ExportError``."""
+    """``encoder.onnx`` compiled in fp32 or bf16 for this CPU; threads may share it. Raises ``ExportError``."""
 
-    def __init__(self, path: Path, *, threads: int | None):
+    def __init__(self, path: Path, *, threads: int | None, precision: str = "fp32"):
+        flags = machine.facts(gpu=False)["cpu_flags"]
+        if precision == "bf16" and flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"} & {*flags}:
+            raise InputError("encoder_precision must be 'fp32' on this CPU, which does not multiply bf16, got 'bf16'.")
         core = _import_openvino().Core()
         settings = {
-            "INFERENCE_PRECISION_HINT": "f32",  # else it computes in bfloat16 where the CPU is faster in it
+            # Unasked it computes in bf16 where the CPU is faster in it.
+            "INFERENCE_PRECISION_HINT": {"fp32": "f32"}.get(precision, precision),
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": threads or machine.cpu_threads(),
         }

@@ -188,28 +188,59 @@ def _collapse(start: int, end: int) -> None:
 # Attention scores grow with the square of the source: of 32 sources of 512 tokens they are 268 MB in every layer. Those
 # of a few rows stay in the processor's caches. Of 512 to 4,096 this is the fastest for sources of 128 and 512 tokens.
 SLICE_TOKENS = 2048
+CALL_TOKENS = 32  # an encoder call takes about as long as so many more tokens of another one
 
 
-def encode_in_slices(run_into: RunInto, ids: np.ndarray, mask: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:
-    """Run an encoder on slices of (B, S) sources, each as long as its own longest row.
+def length_slices(mask: np.ndarray, most_tokens: int) -> list[tuple[np.ndarray, int]]:
+    """The cheapest slices of a (B, S) mask's rows, longest first, and the columns that each needs.
+
+    >>> length_slices(np.array([[1, 1] + [0] * 98, [1] * 100, [1] * 3 + [0] * 97]), 2048)
+    [(array([1]), 100), (array([2, 0]), 3)]
+    """
+    lengths = ((mask != 0) * np.arange(1, mask.shape[1] + 1)).max(axis=1).clip(1)
+    order = np.argsort(-lengths, kind="stable")
+    widths, costs, begins = lengths[order].tolist(), [0], []
+    for end in range(1, len(order) + 1):
+        # Of the first `end` rows, where the last slice begins: at one row, or at what fits and costs least in all.
+        cost, begin = costs[end - 1] + widths[end - 1] + CALL_TOKENS, end - 1
+        for earlier in range(end - 2, -1, -1):
+            tokens = (end - earlier) * widths[earlier]
+            if tokens > most_tokens:
+                break
+            if (other := costs[earlier] + tokens + CALL_TOKENS) <= cost:
+                cost, begin = other, earlier
+        costs.append(cost)
+        begins.append(begin)
+    slices, end = [], len(order)
+    while end:
+        begin = begins[end - 1]
+        slices.append((order[begin:end], widths[begin]))
+        end = begin
+    return slices[::-1]
+
+
+def encode_in_slices(
+    run_into: RunInto, ids: np.ndarray, mask: np.ndarray, arrays: Mapping[str, np.ndarray],
+    slices: Sequence[tuple[np.ndarray, int]],
+) -> None:  # fmt: skip
+    """Run an encoder on `length_slices` of (B, S) sources.
 
     ``run_into(inputs, outputs)`` computes some rows of ``arrays``, contiguous (B, H, S, d_kv) by output name. Behind a
     shorter slice they become zero.
     """
-    batch, length = ids.shape
-    rows_at_once = max(1, SLICE_TOKENS // length)
-    for first in range(0, batch, rows_at_once):
-        rows = slice(first, first + rows_at_once)
-        longest = 1 + np.flatnonzero(mask[rows].any(axis=0)).max(initial=0)
+    for rows, longest in slices:
         inputs = {
             "input_ids": np.ascontiguousarray(ids[rows, :longest]),
             "attention_mask": np.ascontiguousarray(mask[rows, :longest]),
         }
-        places = {name: array[rows, :, :longest] for name, array in arrays.items()}
-        if longest == length:  # contiguous: no copy
-            run_into(inputs, places)
+        together = slice(rows[0], rows[-1] + 1)
+        if longest == ids.shape[1] and (np.diff(rows) == 1).all():  # contiguous: no copy
+            run_into(inputs, {name: array[together] for name, array in arrays.items()})
             continue
-        parts = {name: np.empty(place.shape, place.dtype) for name, place in places.items()}
+        parts = {
+            name: np.empty((len(rows), array.shape[1], longest, *array.shape[3:]), array.dtype)
+            for name, array in arrays.items()
+        }
         run_into(inputs, parts)
         for name, array in arrays.items():
             array[rows, :, :longest], array[rows, :, longest:] = parts[name], 0

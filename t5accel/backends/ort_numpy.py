@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from t5accel.backends import ort_memory as memory
-from t5accel.backends.ort_memory import BufferPool, ScratchBuffer, encode_in_slices, run_into
+from t5accel.backends.ort_memory import BufferPool, ScratchBuffer, encode_in_slices, length_slices, run_into
 from t5accel.backends.ort_session import SessionSettings, open_session, require_contract, shared_weights, shortlist_of
 from t5accel.checks import as_count
 from t5accel.decoding.backend import PastLengths, SuppressedTokens, expand_index_to_heads
@@ -129,8 +129,9 @@ class OrtNumpy:
                 f"A source must have at most max_source_tokens, {self.max_source_tokens}, got {ids.shape[1]}. "
                 "Shorten or split it."
             )
-        if ids.size > memory.SLICE_TOKENS and self.settings.device == "cpu":
-            return self._encoded_in_slices(ids, mask)
+        slices = length_slices(mask, memory.SLICE_TOKENS) if self.settings.device == "cpu" else []
+        if len(slices) > 1 or self.settings.encoder_precision != "fp32":
+            return self._encoded_in_slices(ids, mask, slices)
         return self._source(self._run_encoder(ids, mask), mask)
 
     def new_state(self, source: OrtSource, rows_per_source: int = 1) -> OrtState:
@@ -286,7 +287,8 @@ class OrtNumpy:
 
         if (there := self.manifest.recipe["name"]) != "fp32":
             raise InputError(f"openvino=True needs an export in fp32, got {there} in {self.folder}.")
-        return OpenvinoEncoder(self.folder / ENCODER, threads=self.settings.threads)
+        settings = self.settings
+        return OpenvinoEncoder(self.folder / ENCODER, threads=settings.threads, precision=settings.encoder_precision)
 
     def _run_encoder(self, ids: np.ndarray, mask: np.ndarray) -> list[Any]:
         return self.encoder.run(self.cross_names, {"input_ids": ids, "attention_mask": mask})
@@ -331,11 +333,12 @@ class OrtNumpy:
     def _take(self, array: Any, axes: int, index: Any) -> Any:
         return as_blocks(array, axes).take(index, axis=0)
 
-    def _encoded_in_slices(self, ids: np.ndarray, mask: np.ndarray) -> OrtSource:
+    def _encoded_in_slices(self, ids: np.ndarray, mask: np.ndarray, slices: list[tuple[np.ndarray, int]]) -> OrtSource:
         shapes = [(len(ids), heads, ids.shape[1], self.dims.d_kv) for heads in self.cross_heads]
         cross = self._cross_pool.arrays(shapes, self.dtype)
-        run = self.openvino.run_into if self.openvino else partial(run_into, self.encoder)
-        encode_in_slices(run, ids, mask, dict(zip(self.cross_names, cross, strict=True)))
+        by_openvino = self.openvino and (ids.size > memory.SLICE_TOKENS or self.settings.encoder_precision != "fp32")
+        run = self.openvino.run_into if by_openvino else partial(run_into, self.encoder)
+        encode_in_slices(run, ids, mask, dict(zip(self.cross_names, cross, strict=True)), slices)
         return self._source([self._hold(self._from_host(array)) for array in cross], mask)
 
     def _source(self, cross: Sequence[Any], mask: np.ndarray) -> OrtSource:

@@ -49,6 +49,7 @@ class SessionSettings:
     huge_pages: bool = True  # move the weights to huge pages where the system can, see `ort_memory.huge_pages`
     shortlist: bool = True  # on a CPU, find the likeliest token by an export's shortlist
     openvino: bool = False  # encode batches of more than 2,048 tokens by OpenVINO, which keeps its own weights, in fp32
+    encoder_precision: str = "fp32"  # or "bf16": OpenVINO encodes all batches, with hidden states some 2 % off
     device: str = "cpu"  # or "cuda"
     graph_optimization: str = "all"  # or "disable", "basic", "extended", "layout", see `graphs.ort_levels`
 
@@ -60,6 +61,11 @@ class SessionSettings:
                 raise InputError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.device, str) or self.device not in PROVIDERS:
             raise InputError(f"device must be {' or '.join(PROVIDERS)}, got {self.device!r}.")
+        if self.encoder_precision not in ("fp32", "bf16") or (self.encoder_precision == "bf16" and not self.openvino):
+            raise InputError(
+                f"encoder_precision must be 'fp32', or 'bf16' by OpenVINO (runtime='openvino'), got "
+                f"{self.encoder_precision!r}."
+            )
         if self.openvino and self.device != "cpu":
             raise InputError(f"openvino=True needs device='cpu', got {self.device!r}.")
         as_level(self.graph_optimization, "graph_optimization")
@@ -144,14 +150,12 @@ def open_session(
     settings: SessionSettings,
     weights: Mapping[str, onnxruntime.OrtValue] | None = None,
     *,
-    profile: Path | None = None,
     provider_options: Mapping[str, str] | None = None,
 ) -> onnxruntime.InferenceSession:
     """A session on one graph.
 
-    ``weights`` replace the graph's own of the same name; keep them as long as the session. ``profile`` is the prefix of
-    the file that ``end_profiling`` writes. Raises ``ExportError`` for a file that this ONNX Runtime cannot run, and
-    ``MissingPackageError`` without the onnxruntime of the device.
+    ``weights`` replace the graph's own of the same name; keep them as long as the session. Raises ``ExportError`` for
+    a file that this ONNX Runtime cannot run, and ``MissingPackageError`` without the onnxruntime of the device.
     """
     from t5accel import machine
 
@@ -172,8 +176,6 @@ def open_session(
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(settings.spinning)))
     # Encoder and decoder have their own threads; those of the one must not spin while the other runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    if profile is not None:
-        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     for name, value in (weights or {}).items():
         options.add_initializer(name, value)
     # TensorFloat-32 would round the factors of every product to 10 bits: an error of 1e-3 in fp32.

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from t5accel.decoding.backend import PastLengths
 from t5accel.errors import InputError
 from t5accel.models.spec import ModelSpec
+from t5accel.models.t5_math import cache_name
 
 if TYPE_CHECKING:
     from transformers import EncoderDecoderCache, PreTrainedModel
@@ -177,7 +178,7 @@ class TorchEager:
                 attention_mask=state.mask,
                 decoder_input_ids=tokens,
                 decoder_attention_mask=past_mask,
-                past_key_values=state.cache,
+                **{cache_name(): state.cache},
                 use_cache=self.use_cache,
                 return_dict=True,
                 **options,

@@ -1,8 +1,10 @@
-"""Position-bias buckets and logit scale of T5."""
+"""Position-bias buckets and logit scale of T5, and where releases of transformers differ."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,9 +45,18 @@ def logit_scale(model: PreTrainedModel) -> float:
     import transformers
 
     # transformers 4.57 scales where the head is tied to the embedding. In 5.x T5 has a setting, false for untied
-    # checkpoints, mT5 never scales, and umT5 is unchanged.
+    # checkpoints, which umT5 has from 5.24 on; mT5 never scales.
     config = model.config
     scales = config.tie_word_embeddings
     if int(transformers.__version__.split(".")[0]) >= 5:
-        scales = {"t5": getattr(config, "scale_decoder_outputs", scales), "mt5": False}.get(config.model_type, scales)
+        scales = config.model_type != "mt5" and getattr(config, "scale_decoder_outputs", scales)
     return config.d_model**-0.5 if scales else 1.0
+
+
+@cache
+def cache_name() -> str:
+    """The KV cache's name among arguments and outputs of transformers' models: ``"cache"`` from 5.24 on."""
+    from transformers import GenerationMixin
+
+    names = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in names else "past_key_values"

@@ -11,7 +11,7 @@ import torch
 
 from bench.bert.graphs import bound_run, dynamic_int8, export_bert, fed_run, fuse_bert, static_int8
 from bench.bert.model import load_bert, random_bert, resize, widths
-from bench.bert.pruning import KINDS, Pruning, attach, close, closing, removed, zero_share
+from bench.bert.pruning import KINDS, Pruning, attach, close, closing, removed
 from bench.bert.spans import torch_run
 from t5accel.errors import InputError, ModelUnavailableError, UnknownModelError
 from t5accel.graphs.rewriting import count_nodes
@@ -115,14 +115,7 @@ def moved(model: Any, pruning: Pruning, share: float = 1.0) -> Any:
     return pruned, masks
 
 
-@pytest.mark.parametrize(
-    "pruning",
-    [
-        Pruning(heads=0.5, neurons=0.5),
-        Pruning(blocks=0.7, neurons=0.3, block_size=8),
-        Pruning(heads=0.4, blocks=0.5, block_size=16),
-    ],
-)
+@pytest.mark.parametrize("pruning", [Pruning(heads=0.5, neurons=0.5), Pruning(neurons=0.3), Pruning(heads=0.4)])
 def test_what_is_left_computes_what_was_masked(model: Any, pruning: Pruning) -> None:
     given = inputs()
     masked, _ = moved(model, pruning)
@@ -137,7 +130,6 @@ def test_what_is_left_computes_what_was_masked(model: Any, pruning: Pruning) -> 
     if pruning.neurons:
         assert sum(kept["neurons"]) == 192 - round(192 * pruning.neurons)
     assert small.num_parameters() <= model.num_parameters()
-    assert (zero_share(small) > 0.05) == bool(pruning.blocks), "blocks alone leave zeros behind"
 
 
 def test_the_least_movement_goes_first_and_nothing_goes_at_a_share_of_zero(model: Any) -> None:
@@ -199,6 +191,4 @@ def test_widths_and_shares_that_cannot_be_are_refused(model: Any) -> None:
     for kind in KINDS:
         with pytest.raises(InputError, match=kind):
             Pruning(**{kind: 1.0})
-    with pytest.raises(InputError, match="whole blocks"):
-        attach(random_bert(SIZES), Pruning(blocks=0.5, block_size=24))
     assert [closing(step, 100) for step in (0, 60, 99)] == [0.0, 1.0, 1.0]

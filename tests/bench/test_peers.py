@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import TINY
 
 from bench.harness import paired_ratio
 from bench.peers import (
     GRID,
     GRIDS,
+    LLAMA_CPP,
     OPTIMUM,
     OURS,
     OURS_EXACT,
@@ -24,6 +28,7 @@ from bench.peers import (
     PEERS,
     QUICK,
     REFERENCE,
+    TRANSFORMERS_JS,
     PeerResult,
     PeerSystem,
     Worker,
@@ -37,7 +42,7 @@ from bench.peers import (
 from bench.results import checked
 from t5accel.errors import InputError, PeerError
 from t5accel.models.families import BEYOND_T5
-from t5accel.models.random_init import random_model
+from t5accel.models.random_init import random_model, random_t5
 from t5accel.precision.recipes import RECIPES
 from t5accel.timing import Work
 
@@ -132,16 +137,21 @@ def test_the_grid_has_systems_for_every_cell():
     assert PEERS[0].name == REFERENCE and [s.name for s in PEERS if s.ours][:3] == [OURS, OURS_GENERATE, OURS_EXACT]
     assert {int8_for(cell) for cell in GRID} <= {s.name for s in PEERS if s.ours and s.precision.startswith("int8")}
     assert all(s.precision in RECIPES for s in PEERS if s.ours)
-    assert [s.name for s in PEERS if not all(map(s.cells, GRID))] == [
-        "torch.compile, static cache", OURS_EXACT, OURS_OPENVINO
-    ]  # fmt: skip
+    some = {s.name: {cell for cell in GRID if s.cells(cell)} for s in PEERS if not all(map(s.cells, GRID))}
+    greedy, (compiled,) = {cell for cell in GRID if cell.beams == 1}, some["torch.compile, static cache"]
+    one_text = {cell for cell in greedy if cell.batch == 1}
+    assert some[LLAMA_CPP] == some[f"{LLAMA_CPP} q8_0"] == one_text and compiled in one_text
+    assert some[OURS_EXACT] == some[TRANSFORMERS_JS] == some[f"{TRANSFORMERS_JS} q8"] == greedy
+    assert some.keys() - {LLAMA_CPP, f"{LLAMA_CPP} q8_0", TRANSFORMERS_JS, f"{TRANSFORMERS_JS} q8", OURS_EXACT} == {
+        "torch.compile, static cache", "torchao int8, compiled", "torchao int4, compiled", OURS_OPENVINO
+    }  # fmt: skip
 
 
 # Workers: the real script, with the engines that the test environment has.
 
 
-def start(engine: str, folder: Path, model: Path) -> Worker:
-    command = [sys.executable, str(ROOT / "bench/peer_worker.py"), engine, str(model), "--scratch",
+def start(engine: str, folder: Path, model: Path, python: str | Path = sys.executable) -> Worker:
+    command = [str(python), str(ROOT / "bench/peer_worker.py"), engine, str(model), "--scratch",
                str(folder / "scratch"), "--threads", "1"]  # fmt: skip
     environment = {"T5ACCEL_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return Worker(command, log=folder / f"{engine}.log", environment=environment)
@@ -168,6 +178,55 @@ def test_workers_generate_what_transformers_does(workers: dict[str, Worker], bea
         np.testing.assert_array_equal(answer, answers["eager"])
 
 
+def test_an_answer_ends_by_itself_where_its_length_is_not_forced(workers: dict[str, Worker]):
+    ids = np.random.default_rng(0).integers(3, 300, (1, 6))
+    for beams in (1, 3):
+        cell = Work(1, 6, 40, beams, forced_length=False)
+        answers = [worker(ids, cell) for worker in workers.values()]
+        for answer in answers:
+            np.testing.assert_array_equal(answer, answers[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("engine", "environment", "beams"),
+    [
+        ("torchao-int4", "torchao", (1, 4)),
+        ("beam-search", "onnxruntime-beam-search", (1, 4)), ("beam-search-int8", "onnxruntime-beam-search", (1, 4)),
+        ("llama-cpp", "llama-cpp", (1,)), ("llama-cpp-int8", "llama-cpp", (1,)),
+        ("transformers-js", "transformers-js", (1,)), ("transformers-js-int8", "transformers-js", (1,)),
+    ],
+)  # fmt: skip
+def test_peers_in_environments_of_their_own_say_what_transformers_does(
+    engine: str, environment: str, beams: tuple[int, ...], tmp_path: Path
+):
+    python = ROOT / "build/peers" / environment / "bin/python"
+    if not python.exists():
+        pytest.skip(f"{python} is missing: `make peers` makes the environment.")
+    sizes = dict(vocab_size=320, d_model=64, d_kv=32, num_heads=2, d_ff=128, num_decoder_layers=2)
+    random_t5(TINY | sizes).save_pretrained(tmp_path / "model")
+    ids = np.random.default_rng(0).integers(3, 300, (2, 6))
+    pair = [start("eager", tmp_path, tmp_path / "model"), start(engine, tmp_path, tmp_path / "model", python)]
+    with closing(pair[0]), closing(pair[1]):
+        for k in beams:
+            theirs, own = (worker(ids, Work(2, 6, 7, k)) for worker in pair)
+            assert len(np.unique(theirs)) > 3 and own.shape == theirs.shape
+            assert (own == theirs).mean() > 0.3 or "int4" in engine
+            alone = Work(1, 6, 7, k, forced_length=False)
+            theirs_alone, own_alone = ([until_end(worker(text[None], alone)[0]) for text in ids] for worker in pair)
+            if "int" not in engine:
+                np.testing.assert_array_equal(own, theirs)
+                assert own_alone == theirs_alone
+        if beams == (1,):
+            with pytest.raises(PeerError, match="has no beam search"):
+                pair[1](ids, Work(2, 6, 7, 4))
+
+
+def until_end(tokens: np.ndarray) -> list[int]:
+    """Without the end token, which some leave out, and what is behind it."""
+    return list(takewhile(lambda token: token > 1, tokens))
+
+
 def test_a_worker_says_why_it_cannot_generate_and_stays(workers: dict[str, Worker]):
     cell = Work(1, 2, 3)
     with pytest.raises(PeerError, match="index out of range"):
@@ -186,8 +245,9 @@ def script() -> Any:
 
 
 def test_each_group_of_systems_has_the_reference_in_front():
-    (everything,) = GRIDS["cpu"].systems()
-    assert everything == list(PEERS)
+    floats, integers = GRIDS["cpu"].systems()
+    assert floats[0] == integers[0] == PEERS[0] and {*floats} | {*integers} == {*PEERS}
+    assert {s.precision for s in floats} == {"fp32"} and "fp32" not in {s.precision for s in integers[1:]}
     groups = GRIDS["families"].systems()
     assert [group[0].name for group in groups] == [REFERENCE] * 2
     assert [{s.precision.removesuffix("-dynamic") for s in group[1:]} for group in groups] == [{"fp32"}, {"int8"}]

@@ -7,14 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from refused import refused
 
 import bench.scoreboard as module
 from bench import harness
 from bench.results import checked
-from bench.scoreboard import family_rows, pareto, recorded_family
+from bench.scoreboard import family_rows, recorded_family
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.distillation.importance import Gates
 from t5accel.distillation.pruning import prune_to
@@ -100,21 +99,6 @@ def test_too_few_members_and_one_without_a_tokenizer_are_refused(tiny: tuple[Pat
     call = partial(family_rows, limit=0, **QUICK)
     refused(partial(call, recipes=["fp32"]), "members", members, match=r"mute \(.*\) has no tokenizer")
     refused(partial(call, {"whole": tiny[0]}), "recipes", ["fp32", "fp64"], match="fp64")
-
-
-def test_nothing_on_the_frontier_is_beaten_and_all_else_is() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        points = {number: tuple(point) for number, point in enumerate(rng.integers(1, 8, (12, 2)).tolist())}
-        found = pareto(points, level=0.0)
-        assert [points[name] for name in found] == sorted({points[name] for name in found}, reverse=True)
-        for point in points.values():
-            beaten = any(other != point and other[0] >= point[0] and other[1] >= point[1] for other in points.values())
-            assert (point in [points[name] for name in found]) != beaten
-    # First numbers that count as equal leave the better second one.
-    assert pareto({"a": (1.01, 5.0), "b": (1.0, 6.0), "c": (0.5, 5.5)}) == ["b"]
-    assert pareto({"a": (1.03, 5.0), "b": (1.0, 6.0)}) == ["a", "b"]
-    assert pareto({"a": (1.03, 5.0), "b": (1.0, 6.0)}, level=0.05) == ["b"]
 
 
 def test_a_recorded_family_grows_and_nothing_is_measured_twice(tmp_path: Path, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""The sweep: each group of weights once, that one alone in integers, and ranked by what it loses."""
+"""The sweep: each group of weights once, that one alone in integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from test_export import MODELS, histories
 from test_gate import Sensitive
 
-from bench.precision import GroupScores, agreement, groups_of, only, ranked, sweep
+from bench.precision import agreement, groups_of, only, sweep
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.errors import InputError
@@ -113,24 +113,12 @@ def test_what_a_recipe_leaves_in_floats_is_left_out(exported, part: str) -> None
     assert [one.group for one in some] == [group for group in TWO_AND_THREE[::4] if group in expected]
 
 
-# Ranked
-
-
-def test_the_most_sensitive_comes_first() -> None:
-    losses = {"a": 0.1, "b": -0.2, "c": 0.7, "d": 0.1}
-    rows = [GroupScores(name, {"bleu": 1.0}, {"bleu": loss, "size": -loss}, 5) for name, loss in losses.items()]
-    assert ranked(rows, "bleu") == ["c", "a", "d", "b"], "and equal ones as they came"
-    assert ranked(rows, "size") == ["b", "a", "d", "c"]
-    assert ranked([], "bleu") == []
-    with pytest.raises(InputError, match="name"):
-        ranked(rows, "rougeL")
-
-
 def test_by_real_scores_into_the_gate(exported, padded_batch, tmp_path: Path) -> None:
     """What four bits cost most is what the gate takes out first, and that is better than the other way round."""
     examples = [CalibrationSample(*padded_batch, histories(6, 1, 9)[:, 0])]
     score = agreement(exported(), examples, threads=1)
-    order = ranked(sweep(exported(), "int4", score), "closeness")
+    found = sweep(exported(), "int4", score)
+    order = [one.group for one in sorted(found, key=lambda one: -one.losses["closeness"])]
     assert sorted(order) == sorted(TWO_AND_THREE)
     first, last = RECIPES["int4"].without(order[:5]), RECIPES["int4"].without(order[-5:])
     losses = []

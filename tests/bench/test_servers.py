@@ -219,8 +219,7 @@ def test_every_environment_of_others_has_its_list_with_exact_versions(kind: str,
     lists = {path.stem: path.read_text(encoding="utf-8") for path in (root / "requirements" / kind).glob("*.txt")}
     makefile = (root / "Makefile").read_text(encoding="utf-8").splitlines()
     (made,) = [line for line in makefile if line.startswith(f"{kind.upper()} := ")]
-    # `make peers` does not start llama.cpp, a peer of encoders alone, which has no torch.
-    assert {*made.split()[2:]} == lists.keys() - {"llama-cpp"} == wanted
+    assert {*made.split()[2:]} == lists.keys() == wanted
     for name, text in lists.items():
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]
         assert lines and all(line.count("==") == 1 for line in lines)

@@ -73,6 +73,7 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     refused(partial(call, runtime="torch"), "precision", "int8", match="'int8' runs on onnx, not on torch")
     refused(partial(call, runtime="onnx"), "precision", "bf16", match="'bf16' runs on torch, not on onnx")
     refused(partial(call, runtime="torch"), "max_source_tokens", 4)
+    refused(call, "encoder_precision", "bf16", "int8", None, match="^encoder_precision must be 'fp32', or 'bf16' by")
     assert accelerate(tiny_t5(), runtime="openvino", progress=False).backend.openvino
     export_model(tiny_t5(), tmp_path / "export")
     refused(partial(accelerate, tmp_path / "export"), "runtime", "torch", match="this folder is an export")

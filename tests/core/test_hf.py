@@ -35,6 +35,7 @@ from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, T5AccelError
 from t5accel.graphs.export import export_model
+from t5accel.models.t5_math import cache_name
 from t5accel.parity import assert_close, assert_varied
 from t5accel.tokenization import tokenizer_of
 
@@ -105,7 +106,7 @@ def batch(padded_batch) -> dict[str, torch.Tensor]:
 def reference(own: Any, batch: dict[str, torch.Tensor], *, seed: int = 5, **options: Any) -> Any:
     """What transformers' own model generates; a decoder deeper than the encoder needs its cache made for it."""
     if options.get("use_cache", True):
-        options["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        options[cache_name()] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     torch.manual_seed(seed)
     return own.generate(**batch, **options)
 
@@ -259,7 +260,7 @@ def test_scores(pair, batch, options: dict[str, Any]) -> None:
     for name in ("scores", "logits"):
         assert len(actual[name]) == len(expected[name]) == 10
         assert_close(torch.stack(actual[name]), torch.stack(expected[name]), atol=ATOL)
-    assert actual.keys() - {"past_key_values"} == expected.keys() - {"past_key_values"}
+    assert actual.keys() - {cache_name()} == expected.keys() - {cache_name()}
     if "num_beams" in options:
         assert_close(actual.sequences_scores, expected.sequences_scores, atol=ATOL)
         assert torch.equal(actual.beam_indices, expected.beam_indices)
@@ -401,7 +402,7 @@ def test_forward_gives_the_logits(tiny_t5, kind: str, build, batch) -> None:
     assert whole.past_key_values is None and whole.loss is None and whole.logits.dtype == torch.float32
     assert_close(whole.logits, expected, atol=ATOL)
     first = ours(encoder_outputs=ours.encoder(**batch), decoder_input_ids=tokens[:, :3])
-    second = ours(past_key_values=first.past_key_values, decoder_input_ids=tokens[:, 3:6].to(torch.int32))
+    second = ours(cache=first[cache_name()], decoder_input_ids=tokens[:, 3:6].to(torch.int32))
     third = ours(past_key_values=second.past_key_values, decoder_input_ids=tokens[:, 6:])
     assert_close(
         torch.cat([first.logits, second.logits, third.logits], 1), expected, atol=ATOL
@@ -506,7 +507,7 @@ def test_crop_reads_its_argument_as_transformers_does(pair, batch) -> None:
     own, ours = pair
     one = {name: tensor[:1] for name, tensor in batch.items()}
     theirs = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    own(**one, decoder_input_ids=decoder_ids(1, 5), past_key_values=theirs)
+    own(**one, decoder_input_ids=decoder_ids(1, 5), **{cache_name(): theirs})
     cache = ours.encoder(**one).start(ours.backend)
     ours(**ours.prepare_inputs_for_generation(decoder_ids(1, 5), past_key_values=cache))
     for argument in (-1, -2, 0) if V5 else (7, -1, 3, 0):
@@ -778,7 +779,8 @@ def test_what_generate_cannot_be_asked(pair, batch) -> None:
     refused(call, "cache_implementation", "static", "quantized")
     refused(call, "prefill_chunk_size", 2)
     refused(call, "assistant_early_exit", 1)
-    refused(call, "past_key_values", DynamicCache(), match="past_key_values .*DynamicCache")
+    for name in ("past_key_values", "cache"):
+        refused(call, name, DynamicCache(), match=f"{cache_name()} .*DynamicCache")
     refused(call, "encoder_outputs", (hidden,), match="encoder_outputs .*tuple")
     refused(call, "decoder_input_ids", torch.full((6, 2), 300), match="0 … 299")
     for name in ("num_beams", "num_return_sequences"):
@@ -813,8 +815,10 @@ def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> Non
     with pytest.raises(InputError, match="encoder_outputs"):
         ours.generate(encoder_outputs=other.encoder(**batch), **SHORT)
     cache = other(**batch, decoder_input_ids=decoder_ids(6, 1)).past_key_values
-    with pytest.raises(InputError, match="past_key_values"):
+    with pytest.raises(InputError, match=cache_name()):
         ours(past_key_values=cache, decoder_input_ids=decoder_ids(6, 1))
+    with pytest.raises(InputError, match="past_key_values or cache"):
+        ours(past_key_values=cache, cache=cache, decoder_input_ids=decoder_ids(6, 1))
     if not V5:  # 5.x encodes then; 4.57 does where the argument is absent
         with pytest.raises(InputError, match="encoder_outputs .*NoneType"):
             ours.generate(**batch, encoder_outputs=None, **SHORT)

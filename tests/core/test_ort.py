@@ -30,6 +30,7 @@ from test_encoder_cache import check, in_threads, logits_of
 from bench.baselines.ort_cuda_graph import OrtCaptured
 from bench.baselines.ort_iobinding import OrtBound
 from bench.profiling import bytes_per_step
+from t5accel import machine
 from t5accel.backends import ort_cuda, ort_memory
 from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
 from t5accel.backends.ort_memory import run_into
@@ -45,6 +46,7 @@ from t5accel.parity import assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = SessionSettings(threads=1)
+BF16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & {*(machine.facts(gpu=False)["cpu_flags"] or ())})
 RUNTIMES = [OrtNumpy, OrtBound, OrtPointers]
 
 
@@ -96,7 +98,7 @@ def test_the_earlier_past_is_freed(runtime, exported) -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_large_batches_are_encoded_in_slices(own, tiny_t5, padded_batch, monkeypatch, side: str) -> None:
-    """A few rows at a time, none longer than its slice has to be; those of full length are not copied."""
+    """Rows of about one length at a time, padded to the longest; neighbours of full length are not copied."""
     ids, mask = padded_batch if side == "right" else (array[:, ::-1] for array in padded_batch)
     seen: list[tuple[tuple[int, ...], bool]] = []
 
@@ -108,12 +110,27 @@ def test_large_batches_are_encoded_in_slices(own, tiny_t5, padded_batch, monkeyp
     monkeypatch.setattr(ort_memory, "SLICE_TOKENS", 26)
     check_program(own, tiny_t5(), ids, mask, 2, PROGRAM)
     rows, longest = ids.shape
-    shapes = [(2, longest), (2, 7), (2, 8)] if side == "right" else [(2, longest)] * 3
-    assert seen == [(shape, shape[1] == longest) for shape in shapes]
+    # On the right the lengths are 9 and 8 (no neighbours), 7 and 5, 3 and 2; on the left all reach the last column.
+    shapes = [(2, longest), (2, 7), (2, 3)] if side == "right" else [(2, longest)] * 3
+    assert seen == [(shape, side == "left") for shape in shapes]
     seen.clear()
     monkeypatch.setattr(ort_memory, "SLICE_TOKENS", 1)
     check_program(own, tiny_t5(), ids, mask, 1, PROGRAM)
     assert len(seen) == rows
+
+
+def test_a_long_source_does_not_pad_short_ones(own, tiny_t5, monkeypatch) -> None:
+    """A small batch is sliced, too, where padding would take longer than another call."""
+    mask = np.ones((5, 40), dtype=np.int64)
+    mask[[0, 1, 3, 4], 6:] = 0
+    ids = np.random.default_rng(1).integers(3, 300, mask.shape) * mask
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        "t5accel.backends.ort_numpy.run_into",
+        lambda session, inputs, outputs: (seen.append(inputs["input_ids"].shape), run_into(session, inputs, outputs)),
+    )
+    check_program(own, tiny_t5(), ids, mask, 2, PROGRAM)
+    assert seen == [(1, 40), (4, 6)]
 
 
 def test_large_batches_are_encoded_by_openvino(exported, tiny_t5, padded_batch, monkeypatch) -> None:
@@ -127,6 +144,25 @@ def test_large_batches_are_encoded_by_openvino(exported, tiny_t5, padded_batch, 
     backend.openvino = OrtNumpy(exported(seed=2), settings=settings).openvino
     with pytest.raises(AssertionError):  # another model's encoder
         check_program(backend, tiny_t5(), *padded_batch, 2, PROGRAM)
+
+
+@pytest.mark.skipif(not BF16, reason="needs a CPU that multiplies bf16")
+def test_every_batch_is_encoded_in_bf16_where_that_was_asked_for(exported, padded_batch, monkeypatch) -> None:
+    """Small batches as well: an answer must not depend on the size of its batch."""
+    settings = SessionSettings(threads=1, openvino=True, encoder_precision="bf16")
+    backend, exact = OrtNumpy(exported(), settings=settings), OrtNumpy(exported(), settings=ONE_THREAD)
+    monkeypatch.setattr(backend, "encoder", None)
+    (ids, mask), real = padded_batch, padded_batch[1].astype(bool)
+    found, expected = backend.encode(ids, mask).inputs, exact.encode(ids, mask).inputs
+    for name in backend.cross_names:
+        one, other = (np.moveaxis(each[name], 1, 2)[real] for each in (found, expected))
+        assert 1e-4 < np.linalg.norm(one - other) / np.linalg.norm(other) < 0.05
+
+
+def test_bf16_is_refused_on_a_cpu_without_it(exported, monkeypatch) -> None:
+    monkeypatch.setattr("t5accel.machine.facts", lambda **_: {"cpu_flags": ["avx2"]})
+    with pytest.raises(InputError, match="encoder_precision must be 'fp32' on this CPU"):
+        OrtNumpy(exported(), settings=SessionSettings(openvino=True, encoder_precision="bf16"))
 
 
 # Broken ones are caught

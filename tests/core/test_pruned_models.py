@@ -19,6 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.models.load import load_model
 from t5accel.models.pruned import layer_widths, prunable_modules, resize
+from t5accel.models.t5_math import cache_name
 from t5accel.parity import ParityError, assert_varied
 
 NARROW = ["deeper-decoder", "gated-untied", "mt5", "umt5"]
@@ -72,7 +73,7 @@ def test_a_narrow_model_is_saved_and_loaded(tiny_t5, padded_batch, tmp_path: Pat
 def test_generate_with_its_cache_and_without(tiny_t5, padded_batch, kind: str, beams: int) -> None:
     model = narrowed(tiny_t5(kind))
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    with_cache = generated(model, *padded_batch, num_beams=beams, past_key_values=cache)
+    with_cache = generated(model, *padded_batch, num_beams=beams, **{cache_name(): cache})
     assert_varied(with_cache)
     np.testing.assert_array_equal(with_cache, generated(model, *padded_batch, num_beams=beams, use_cache=False))
     held = [layer.keys.shape[1] for layer in cache.self_attention_cache.layers]

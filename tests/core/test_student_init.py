@@ -21,6 +21,7 @@ from t5accel.distillation.student import layer_map, shrink_decoder
 from t5accel.errors import InputError, NotT5Error
 from t5accel.models.load import load_model
 from t5accel.models.sizes import T5Dims
+from t5accel.models.t5_math import cache_name
 from t5accel.parity import ParityError, assert_varied
 
 NEW = histories(6, 2, 7)
@@ -102,7 +103,7 @@ def test_a_student_is_an_ordinary_checkpoint(tiny_t5, padded_batch, tmp_path: Pa
         np.testing.assert_array_equal(teacher_forced(model, *padded_batch, NEW), expected)
     for beams in (1, 3):
         # With the cache that transformers makes, which has a place for each layer of the encoder.
-        found = generated(loaded, *padded_batch, num_beams=beams, past_key_values=None)
+        found = generated(loaded, *padded_batch, num_beams=beams, **{cache_name(): None})
         assert_varied(found)
         np.testing.assert_array_equal(found, generated(loaded, *padded_batch, num_beams=beams, use_cache=False))
 

@@ -3,10 +3,12 @@
 import fnmatch
 import json
 import re
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.record import claims as script
@@ -16,14 +18,17 @@ RESULTS = ROOT / "data" / "results"
 RECORD = json.loads((RESULTS / "claims.json").read_text(encoding="utf-8"))
 CLAIMS = {claim["id"]: claim for claim in script.read_claims()}
 MEASURED = [claim for claim in CLAIMS.values() if claim["verdict"] != "not measured here"]
-VERDICTS = ("holds", "holds with conditions", "refuted", "not measured here")
+VERDICTS = ("holds", "holds with conditions", "refuted", "undecided here", "not measured here")
+# What a bounded figure without a scatter may be: a count, a size, a quality, or the share that was timed in one run.
+UNSCATTERED = {"size_bytes", "bleu", "rougeL", "f1", "exact_match", "equal", "of", "contrib_operators", "share",
+               "largest_difference"}  # fmt: skip
 NUMBER = re.compile(r"[+]?(?<![\w.-])-?\d+(?:\.\d+)?(?![\w])")  # not the digits of a name such as t5-small or int8
 GPUS = [json.loads(file.read_text(encoding="utf-8"))["machine"]["gpu"]["name"] for file in RESULTS.glob("gpu-*.json")]
 
 
-def computed(figure: dict[str, Any]) -> float:
-    """The figure's number from the files alone, without the script."""
-    held = []
+def found_rows(figure: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figure's rows from the files alone, without the script."""
+    found = []
     for place in figure["of"]:
         (row,) = (
             row for row in json.loads((ROOT / place["file"]).read_text(encoding="utf-8"))["rows"]
@@ -32,9 +37,15 @@ def computed(figure: dict[str, Any]) -> float:
                 for key, wanted in place["row"].items() if key in row
             ) and place["row"].keys() <= row.keys()
         )  # fmt: skip
-        for key in place["key"].split("."):
-            row = row[key]
-        held.append(row)
+        found.append(row)
+    return found
+
+
+def computed(figure: dict[str, Any]) -> float:
+    """The figure's number from the files alone, without the script."""
+    held = found_rows(figure)
+    for key in figure["of"][0]["key"].split("."):
+        held = [row[key] for row in held]
     if figure["how"] in ("pairwise", "highest"):
         of = median if figure["how"] == "pairwise" else max
         return figure["times"] * of(a / b for a, b in zip(*held, strict=True))
@@ -85,6 +96,39 @@ def test_every_number_stands_in_a_file(row: dict[str, Any]) -> None:
     assert {*NUMBER.findall(without_names(said))} <= texts, f"{row['id']} has numbers of its own"
 
 
+def scatter(figure: dict[str, Any]) -> list[float]:
+    """The ratios of all pairs of runs, or the ends of two standard errors of a ratio of means; empty without runs."""
+    (first, *other), key = found_rows(figure), figure["of"][0]["key"]
+    if figure["how"] in ("pairwise", "highest"):
+        return [a / b for a, b in zip(first[key], other[0][key], strict=True)]
+    if key == "mean_s":
+        times = [np.array(row["latency_s"]) for row in (first, *other)]
+        error = 2 * np.sqrt(sum(one.var(ddof=1) / len(one) / one.mean() ** 2 for one in times))
+        return [figure["value"] * (1 - error), figure["value"] * (1 + error)]
+    found = first.get(f"{key}_samples", [])
+    return [1 / one for one in found] if figure["how"] == "inverse" else found
+
+
+@pytest.mark.parametrize("row", RECORD["rows"], ids=lambda row: row["id"])
+def test_no_verdict_is_decided_inside_its_scatter(row: dict[str, Any]) -> None:
+    across = 0
+    for figure in row["figures"]:
+        found, bounded = scatter(figure), bool({"least", "most"} & figure.keys())
+        if found:
+            ends = [figure["low"], figure["high"]]
+            assert ends == pytest.approx([figure["times"] * min(found), figure["times"] * max(found)])
+            across += not all(figure.get("least", -inf) <= end <= figure.get("most", inf) for end in ends)
+        assert found or not bounded or figure["of"][0]["key"] in UNSCATTERED, figure
+    assert bool(across) == (row["verdict"] == "undecided here"), "write the verdict anew"
+
+
+def test_the_page_is_what_the_script_makes_of_the_record() -> None:
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert page == script.page(RECORD["rows"]), "python -m bench.record.claims"
+    for row in RECORD["rows"]:
+        assert f"\n### {row['id']}\n" in page and f"| {row['claim']} | {row['verdict']} |" in page
+
+
 @pytest.mark.parametrize("claim", MEASURED, ids=lambda claim: claim["id"])
 def test_no_number_is_typed_and_every_verdict_has_bounds(claim: dict[str, Any]) -> None:
     said = " ".join([*sentences(claim), claim["why"]])
@@ -100,6 +144,20 @@ def write(folder: Path, name: str, rows: list[dict[str, Any]], date: str = "2026
     facts = {"cpu": "a CPU", "usable_threads": 2, **machine}
     content = {"machine": facts, "versions": {"torch": "2"}, "date": date, "commit": date, "rows": rows}
     (folder / name).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(("samples", "verdict", "fits"), [
+    ([2.0, 2.1], "holds", True), ([1.7, 2.1], "holds", False), ([1.7, 2.1], "undecided here", True),
+    ([2.0, 2.1], "undecided here", False),
+])  # fmt: skip
+def test_a_verdict_inside_the_scatter_is_refused(tmp_path: Path, samples: Any, verdict: str, fits: bool) -> None:
+    write(tmp_path, "one.json", [{"system": "a", "ratio": 2.05, "ratio_samples": samples}])
+    claim = {**made_up({"ratio": "a", "key": "ratio", "least": 1.8}), "verdict": verdict}
+    if fits:
+        assert script.record([claim], tmp_path)["rows"][0]["figures"][0]["low"] == min(samples)
+    else:
+        with pytest.raises(script.ClaimError, match="across its bounds"):
+            script.record([claim], tmp_path)
 
 
 def made_up(spec: dict[str, Any], file: str = "one.json") -> dict[str, Any]:

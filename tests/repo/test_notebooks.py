@@ -19,9 +19,6 @@ badges = load_script("badges")
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# Notebooks in the first edition's form. All others keep the budgets below.
-FIRST_EDITION = {"21", "22", "23", "24", "26", "27", "28", "32"}
-LONGEST_CELL = 25  # lines
 LARGEST_FILE = 300_000
 LONGEST_S = 45  # as recorded on two cores of a quiet machine
 OURS = ("t5accel", "bench", "training")
@@ -31,16 +28,6 @@ SHARED = ("bench.figures", "bench.drawings", "bench.results", "bench.teaching")
 MAY_BE_ABSENT = {"optimum", "google", "openai", "torchao", "tensorrt_rtx", "ray"}
 VOLATILE = {"widgets", "execution", "ExecuteTime", "executionInfo", "outputId", "papermill", "vscode", "scrolled"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w.~:/-])/(?:root|home|work|opt|Users|tmp|mnt|var)/|\b[A-Z]:\\\\?\w")
-
-# The road of the first edition: each step is a heading, in words that fit the notebook.
-ROAD = {
-    "question": r"question|what do we want|\bask",
-    "prediction": r"predict|expect|estimate|guess",
-    "equality check": r"equal|identical|\bsame\b|agree|parity",
-    "measurement": r"measur|timing|how fast|how long",
-    "surprise": r"surpris|unexpected|did not see coming",
-    "exercises": r"exercise|your turn",
-}
 
 
 def read(path: Path) -> nbformat.NotebookNode:
@@ -100,15 +87,6 @@ def test_no_error_is_committed(path: Path) -> None:
         assert not [out for out in cell.outputs if out.output_type == "error"], f"code cell {number} failed"
 
 
-@each_notebook
-def test_code_cells_are_short(path: Path) -> None:
-    if path.stem[:2] not in FIRST_EDITION:
-        return  # their lines are part of the budgets
-    for number, cell in enumerate(code_cells(path)[1:], 2):  # the first one installs
-        lines = len(cell.source.splitlines())
-        assert lines <= LONGEST_CELL, f"code cell {number} has {lines} lines: move what others need into t5accel"
-
-
 def own_names(source: str) -> set[str]:
     """What a cell imports from this repository, without the helpers that every notebook shares."""
     tree = ast.parse(TransformerManager().transform_cell(source))
@@ -142,7 +120,7 @@ def section(book: nbformat.NotebookNode, title: str) -> str:
 
 
 def beyond_the_budget(book: nbformat.NotebookNode) -> list[str]:
-    """What a notebook of the second edition may not have or lacks; its first code cell sets up and is not counted."""
+    """What a notebook may not have or lacks; its first code cell sets up and is not counted."""
     code = [cell for cell in book.cells if cell.cell_type == "code"][1:]
     lines = sorted(code_lines(cell.source) for cell in code)
     prose = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
@@ -180,11 +158,8 @@ def beyond_the_budget(book: nbformat.NotebookNode) -> list[str]:
     return found
 
 
-SECOND_EDITION = [path for path in NOTEBOOKS if path.stem[:2] not in FIRST_EDITION]
-
-
-@pytest.mark.parametrize("path", SECOND_EDITION, ids=lambda path: path.stem)
-def test_the_second_edition_keeps_its_budgets(path: Path) -> None:
+@each_notebook
+def test_it_keeps_the_budgets(path: Path) -> None:
     assert not beyond_the_budget(read(path)), f"{path.name}: see CONTRIBUTING, Add a notebook"
     assert (ROOT / "notebooks" / "solutions" / f"{path.stem}.py").exists()
     recorded = json.loads((ROOT / "data" / "results" / "course.json").read_text(encoding="utf-8"))["rows"]
@@ -217,15 +192,8 @@ def test_the_budgets_catch_what_they_are_for() -> None:
 
 
 @each_notebook
-def test_one_title_and_the_whole_road(path: Path) -> None:
-    found = headings(path)
-    assert [level for level, _ in found].count(1) == 1, "exactly one H1"
-    if path.stem[:2] not in FIRST_EDITION:
-        return  # its sections are part of the budgets
-    sections = [text for level, text in found if level > 1]
-    for step, words in ROAD.items():
-        assert any(re.search(words, text, re.IGNORECASE) for text in sections), f"no heading for the {step}: {sections}"
-    assert re.search(ROAD["exercises"], " ".join(sections[-3:]), re.IGNORECASE), "exercises close the notebook"
+def test_one_title(path: Path) -> None:
+    assert [level for level, _ in headings(path)].count(1) == 1, "exactly one H1"
 
 
 @each_notebook

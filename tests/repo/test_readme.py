@@ -19,6 +19,7 @@ from bench.__main__ import app as bench_app
 from bench.figures import board
 from bench.gpu.cells import PUBLISHED, PUBLISHED_BATCHES
 from bench.gpu.figures import timed
+from bench.record.peers_quality import table as quality_table
 from bench.results import step_ms
 from bench.systems import BATCHES, BOUND, CAPTURED, DRAWN, FLIGHT, GRAPH, REFERENCE, THEIR_BATCHES, THEIR_DRAWS
 from t5accel.cli import app
@@ -37,7 +38,9 @@ def test_tables_are_drawn_from_their_files() -> None:
     assert len(shown) >= 2
     for path, text in shown:
         record = json.loads((ROOT / path).read_text(encoding="utf-8"))
-        assert text == board(record["rows"], record["machine"]), f"draw the table of {path} again"
+        quality = path.endswith("peers-quality.json")
+        drawn = quality_table(record["rows"]) if quality else board(record["rows"], record["machine"])
+        assert text == drawn, f"draw the table of {path} again"
 
 
 @pytest.fixture

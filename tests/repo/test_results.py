@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 
+from bench.evaluation import MAIN_SCORES
 from bench.ladder import by_ladder, fastest
 from bench.peers import (
     GRID,
@@ -14,6 +15,7 @@ from bench.peers import (
     OURS,
     OURS_EXACT,
     OURS_GENERATE,
+    OURS_INT4,
     OURS_INT8,
     OURS_OPENVINO,
     REFERENCE,
@@ -305,3 +307,11 @@ def test_the_peers_were_measured_on_the_whole_grid_and_the_readme_says_how_we_st
     assert quoted == [(f"{min(each):.2f}", f"{max(each):.2f}") for each in ratios]
     for result in (one for made in (rows, others) for one in peer_results(made)):
         assert result.ratio >= 1 or f"{cell_label(result.cell)}, {result.ratio:.2f}x" in section
+
+
+def test_eight_bits_cost_nobody_half_a_point() -> None:
+    rows = {row["system"]: row for row in read("peers-quality.json")["rows"]}
+    lost = {name: [rows[REFERENCE][key] - row[key] for key in MAIN_SCORES] for name, row in rows.items()}
+    int8 = [name for name, row in rows.items() if row["precision"].startswith("int8")]
+    assert len(int8) >= 9 and all(max(lost[name]) < 0.5 for name in int8)
+    assert f"Our four bits cost {lost[OURS_INT4][0]:.1f} BLEU." in README

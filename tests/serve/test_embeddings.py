@@ -197,16 +197,16 @@ def test_a_full_queue_a_late_request_and_a_client_that_has_gone(encoder) -> None
 
             running = send(input="one")
             await until(held.begun.is_set)
-            gone, late = send(input=["two", "three"]), send(input="four", deadline_s=0.01)
+            gone, late = send(input=["two", "three"]), send(input="four", deadline_s=0.4)
             await until(lambda: scheduler.waiting == 3)
             full = await send(input="five")
             assert full.status_code == 429 and error_of(full)["type"] == "rate_limit_error"
             assert int(full.headers["retry-after"]) >= 1
             gone.cancel()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
             held.go.set()
             assert (await running).status_code == 200
-            assert (await late).status_code == 504 and "within its 0.01 s" in error_of(await late)["message"]
+            assert (await late).status_code == 504 and "within its 0.4 s" in error_of(await late)["message"]
             await until(lambda: not scheduler.waiting)
             assert len(held.masks) == 1 and scheduler.encoded == 1, "neither was computed"
             assert (await send(input="six")).status_code == 200
