@@ -63,7 +63,7 @@ def accelerate(
             encoder that is faster for large batches in fp32 (`openvino_encoder`). By default torch for bf16 and for
             floats on a GPU, else ONNX Runtime.
         encoder_precision: ``"bf16"`` with ``runtime="openvino"``, on a CPU that multiplies it: long sources are encoded
-            twice as fast, with hidden states some 2 % off. Check the quality on data of your own.
+            twice as fast, with keys and values some 2 % off. Check the quality on data of your own.
         threads: of the CPU; by default those that this process may really use.
         tokenizer: saved with the export; by default that of a model given by name.
         max_source_tokens: refuse longer inputs, for attention grows with the square of the length.

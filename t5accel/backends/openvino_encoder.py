@@ -14,13 +14,15 @@ import numpy as np
 from t5accel import machine
 from t5accel.errors import ExportError, InputError, MissingPackageError, install
 
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of a CPU that multiplies bf16: one of these
+
 
 class OpenvinoEncoder:
     """``encoder.onnx`` compiled in fp32 or bf16 for this CPU; threads may share it. Raises ``ExportError``."""
 
     def __init__(self, path: Path, *, threads: int | None, precision: str = "fp32"):
         flags = machine.facts(gpu=False)["cpu_flags"]
-        if precision == "bf16" and flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"} & {*flags}:
+        if precision == "bf16" and flags is not None and not BF16_FLAGS & {*flags}:
             raise InputError("encoder_precision must be 'fp32' on this CPU, which does not multiply bf16, got 'bf16'.")
         core = _import_openvino().Core()
         settings = {

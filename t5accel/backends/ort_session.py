@@ -49,7 +49,7 @@ class SessionSettings:
     huge_pages: bool = True  # move the weights to huge pages where the system can, see `ort_memory.huge_pages`
     shortlist: bool = True  # on a CPU, find the likeliest token by an export's shortlist
     openvino: bool = False  # encode batches of more than 2,048 tokens by OpenVINO, which keeps its own weights, in fp32
-    encoder_precision: str = "fp32"  # or "bf16": OpenVINO encodes all batches, with hidden states some 2 % off
+    encoder_precision: str = "fp32"  # or "bf16": OpenVINO encodes all batches, with keys and values some 2 % off
     device: str = "cpu"  # or "cuda"
     graph_optimization: str = "all"  # or "disable", "basic", "extended", "layout", see `graphs.ort_levels`
 

@@ -33,6 +33,7 @@ from bench.profiling import bytes_per_step
 from t5accel import machine
 from t5accel.backends import ort_cuda, ort_memory
 from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
+from t5accel.backends.openvino_encoder import BF16_FLAGS
 from t5accel.backends.ort_memory import run_into
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, expand_index_to_heads
 from t5accel.backends.ort_session import SessionSettings, open_session
@@ -46,7 +47,7 @@ from t5accel.parity import assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = SessionSettings(threads=1)
-BF16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & {*(machine.facts(gpu=False)["cpu_flags"] or ())})
+BF16 = bool(BF16_FLAGS & {*(machine.facts(gpu=False)["cpu_flags"] or ())})
 RUNTIMES = [OrtNumpy, OrtBound, OrtPointers]
 
 
