@@ -32,8 +32,8 @@ from bench.baselines.ort_iobinding import OrtBound
 from bench.profiling import bytes_per_step
 from t5accel import machine
 from t5accel.backends import ort_cuda, ort_memory
-from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
 from t5accel.backends.openvino_encoder import BF16_FLAGS
+from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
 from t5accel.backends.ort_memory import run_into
 from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, expand_index_to_heads
 from t5accel.backends.ort_session import SessionSettings, open_session
