@@ -23,7 +23,7 @@ print(table([{"": name, "bits a weight": size, "error %": 100 * error} for name,
 size, error = costs.pop("8 bits, blocks of 256")
 assert min(other for _, other in costs.values()) > 3 * error and size - costs["4 bits, blocks of 16"][0] < 2.2
 
-# %% Exercise 2: not beyond doubt. The loss of 4 bits is there in most draws, that of 8 bits in about as many as not.
+# %% Exercise 2: hardly, for it is there in nine draws of ten, and 8 bits win most of them. Its size stays open by points.
 import random
 from itertools import zip_longest
 
@@ -43,13 +43,16 @@ def score_of(name, chosen):
     return sacrebleu.corpus_bleu([outputs[name][i] for i in chosen], references).score
 
 
-rng, behind = random.Random(0), {"int8": 0, "int4": 0}
+rng, losses = random.Random(0), {"int8": [], "int4": []}
 for _ in range(50):
     chosen = rng.choices(range(len(rows_of_eval)), k=len(rows_of_eval))
-    for name in behind:
-        behind[name] += score_of(name, chosen) < score_of("fp32", chosen)
-print(f"behind fp32 in 50 draws: {behind}")
-assert behind["int4"] > behind["int8"]
+    for name in losses:
+        losses[name].append(score_of("fp32", chosen) - score_of(name, chosen))
+for name, lost in losses.items():
+    print(f"{name} is behind fp32 in {sum(x > 0 for x in lost)} of 50 draws, by {min(lost):.1f} to {max(lost):.1f}")
+wins = sum(eight < four for eight, four in zip(*losses.values(), strict=True))
+print(f"8 bits beat 4 bits in {wins} draws")
+assert min(sum(x > 0 for x in losses["int4"]), wins) > 25, "a coin would do as well"
 
 
 # %% Exercise 3
