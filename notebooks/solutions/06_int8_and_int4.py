@@ -23,7 +23,7 @@ print(table([{"": name, "bits a weight": size, "error %": 100 * error} for name,
 size, error = costs.pop("8 bits, blocks of 256")
 assert min(other for _, other in costs.values()) > 3 * error and size - costs["4 bits, blocks of 16"][0] < 2.2
 
-# %% Exercise 2: hardly, for it is there in nine draws of ten, and 8 bits win most of them. Its size stays open by points.
+# %% Exercise 2: hardly. It is there in nine draws of ten, and 8 bits win most of them; its size stays open by points.
 import random
 from itertools import zip_longest
 
