@@ -65,6 +65,10 @@ def board(
     only: Annotated[
         str, typer.Option(help="Measure only the suite's cells of this pattern, such as 'runtimes*'.")
     ] = "*",
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="Show the same board of this file beside it, such as data/results/scoreboard-mini.json."),
+    ] = None,
 ) -> None:
     """Measure every system: equal output first, then speed, memory and quality."""
     if suite is Suite.GPU:
@@ -76,18 +80,21 @@ def board(
             return run_in_time(json, minutes, only=only)
     from bench import figures as draw
     from bench.results import write_rows
-    from bench.scoreboard import Forced, bench
+    from bench.scoreboard import Forced, RecordedBoard, bench
     from bench.systems import select_systems
 
     chosen, rows = select_systems(technique or [], model=model), []
-    for count in new_tokens:
-        job = Forced(new_tokens=count, source_tokens=source_tokens, batch=batch)
+    jobs = [Forced(new_tokens=count, source_tokens=source_tokens, batch=batch) for count in new_tokens]
+    others = [RecordedBoard(compare, model, job) if compare else None for job in jobs]  # refused before the slow part
+    for job, other in zip(jobs, others, strict=True):
         with kept(f"Finished boards are in {json}." if json and rows else ""):
             found = bench(
                 model, job, systems=chosen, rounds=rounds, threads=threads, limit=quality_limit,
                 peak_memory=peak_memory, progress=True,
             )  # fmt: skip
         typer.echo(draw.board(found))
+        if other:
+            typer.echo(f"\n{other.beside(found)}")
         if scattered := draw.scattered(found):
             typer.echo(
                 f"Warning: the rounds of {', '.join(scattered)} differ widely (column range). Measure again on a quiet "

@@ -17,10 +17,9 @@ from typer.main import get_command as command_of
 from typer.testing import CliRunner
 
 from bench.__main__ import app as bench_app
-from bench.figures import board
 from bench.gpu.cells import PUBLISHED, PUBLISHED_BATCHES
 from bench.gpu.figures import timed
-from bench.record.peers_quality import table as quality_table
+from bench.record.results_page import MARKED, pictures, tables
 from bench.results import step_ms
 from bench.systems import BATCHES, BOUND, CAPTURED, DRAWN, FLIGHT, GRAPH, REFERENCE, THEIR_BATCHES, THEIR_DRAWS
 from t5accel.cli import app
@@ -36,13 +35,13 @@ ON_A_GPU = RESULTS.split("## On a GPU\n")[1].split("\n## ")[0]
 
 
 def test_tables_are_drawn_from_their_files() -> None:
-    shown = re.findall(r"<!-- (data/results/\S+\.json) -->\n```text\n(.*?)\n```", RESULTS, re.DOTALL)
-    assert len(shown) >= 2
-    for path, text in shown:
-        record = json.loads((ROOT / path).read_text(encoding="utf-8"))
-        quality = path.endswith("peers-quality.json")
-        drawn = quality_table(record["rows"]) if quality else board(record["rows"], record["machine"])
-        assert text == drawn, f"draw the table of {path} again"
+    assert len(MARKED.findall(RESULTS)) >= 2
+    assert tables(RESULTS) == RESULTS, "run python -m bench.record.results_page"
+
+
+def test_every_picture_of_the_results_is_drawn_from_its_file(tmp_path: Path) -> None:
+    pictures(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*re.findall(r"]\((\S+\.png)\)", RESULTS)}
 
 
 @pytest.fixture
