@@ -105,7 +105,7 @@ format: .venv/.stamp ## Sort imports, mend what ruff can mend, format the code
 
 site: $(SITE)/.stamp $(if $(NPM),web) ## Build README, guides, notebooks, scoreboards, the reference and (with npm) the web page in build/site/
 	@rm -rf build/site build/site-source && mkdir -p build/site-source
-	@cp -R CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE data docs notebooks build/site-source
+	@cp -R CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE LICENSE-docs NOTICE data docs notebooks build/site-source
 	@mkdir build/site-source/web && cp -R web/src build/site-source/web
 	@cat README.md docs/site/contents.md > build/site-source/index.md
 	@$(VENV) scripts/site_pages.py build/site-source $(if $(NPM),--web)
@@ -181,6 +181,7 @@ wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms withou
 	@build/wheelhouse-venv/bin/python -m pip --disable-pip-version-check wheel -qq -c requirements/constraints.txt \
 		--wheel-dir build/wheelhouse ".[$(EXTRAS)]"
 	@mkdir build/wheelhouse/notebooks build/wheelhouse/data && cp notebooks/*.ipynb build/wheelhouse/notebooks/
+	@cp LICENSE LICENSE-docs NOTICE build/wheelhouse/
 	@cp -R bench training build/wheelhouse/ && cp -R $(filter-out data/mini-t5%,$(wildcard data/*)) build/wheelhouse/data/
 	@build/wheelhouse-venv/bin/python scripts/wheelhouse_note.py "$(EXTRAS)" > build/wheelhouse/INSTALL.txt
 	@du -sh build/wheelhouse
