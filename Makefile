@@ -66,7 +66,7 @@ course-v5: .venv-v5/.stamp ## The same on transformers 5.x, into build/course-v5
 	@$(VENV_V5) -m bench course --out build/course-v5
 
 workshop: .venv/.stamp ## Say which tasks ("Your turn") are solved in notebooks/, as they were saved [RUN=1 executes them]
-	@$(VENV) -m bench workshop $(if $(RUN),--run)
+	@$(VENV) -m bench workshop$(if $(RUN), --run)
 
 test: .venv/.stamp ## Run the tests of the package, its server and the repository on transformers 4.57
 	@$(VENV) -m pytest -q -n logical --dist worksteal --durations=20 --durations-min=2
