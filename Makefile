@@ -25,6 +25,7 @@ PEERS_BY_NPM := build/peers/llama-cpp/package build/peers/transformers-js/node_m
 # And of each server that brings its own: requirements/servers/NAME.txt.
 SERVERS := triton ray
 QUICK :=
+RUN :=
 GRID :=
 
 # Which tests `make test-v5` runs: `.ci/run` leaves out those that no version of transformers changes.
@@ -48,7 +49,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help translate course course-v5 test test-bench test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
+.PHONY: help translate course course-v5 workshop test test-bench test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
 	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site web \
 	constraints wheel wheelhouse badges clean
 
@@ -63,6 +64,9 @@ course: .venv/.stamp ## Run every notebook on the bundled model; scoreboard and 
 
 course-v5: .venv-v5/.stamp ## The same on transformers 5.x, into build/course-v5/
 	@$(VENV_V5) -m bench course --out build/course-v5
+
+workshop: .venv/.stamp ## Say which tasks ("Your turn") are solved in notebooks/, as they were saved [RUN=1 executes them]
+	@$(VENV) -m bench workshop$(if $(RUN), --run)
 
 test: .venv/.stamp ## Run the tests of the package, its server and the repository on transformers 4.57
 	@$(VENV) -m pytest -q -n logical --dist worksteal --durations=20 --durations-min=2

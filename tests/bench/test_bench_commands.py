@@ -19,7 +19,7 @@ import bench.course
 from bench import scoreboard
 from bench.__main__ import app
 from bench.advise import Advice, Need
-from bench.course import NotebookError, NotebookRun
+from bench.course import NotebookRun
 from bench.figures import board
 from bench.scoreboard import Forced
 from bench.systems import CPU_REFERENCE, select_systems
@@ -196,15 +196,16 @@ def test_course_prints_the_time_of_each_notebook_and_the_board(monkeypatch, tmp_
     monkeypatch.setattr(bench.course, "run_course", lambda *where: calls.append(where) or ([run], "the board"))
     result = call("course", "--notebooks", tmp_path, "--out", tmp_path / "out")
     assert result.exit_code == 0 and calls == [(tmp_path, tmp_path / "out")]
-    assert "00_start.ipynb: 7 s\n" in result.stdout and "the board" in result.stdout
+    assert "00_start.ipynb: 7 s, 0 MB\n" in result.stdout and "the board" in result.stdout
 
 
-def test_course_with_a_notebook_that_fails_ends_in_words(monkeypatch):
-    def fail(*where):
-        raise NotebookError("00_start.ipynb failed; the copy as far as it ran is out/00_start.ipynb.")
-
-    monkeypatch.setattr(bench.course, "run_course", fail)
-    assert "00_start.ipynb failed" in refused("course")
+def test_course_with_a_notebook_that_fails_says_so_last_and_exits_with_1(monkeypatch):
+    failed = NotebookRun("00_start.ipynb", 7.0, "copy", failed="ValueError: no", details="cell and traceback")
+    runs = [failed, NotebookRun("01_next.ipynb", 2.0, "copy")]
+    monkeypatch.setattr(bench.course, "run_course", lambda *where: (runs, "the board"))
+    result = call("course")
+    assert result.exit_code == 1 and "cell and traceback" in result.stderr
+    assert result.stdout.splitlines()[-1] == "00_start.ipynb: FAILED after 7 s, ValueError: no; see copy"
 
 
 # --- evaluate
