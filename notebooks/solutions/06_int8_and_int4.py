@@ -53,7 +53,7 @@ for name, lost in losses.items():
 wins = sum(eight < four for eight, four in zip(*losses.values(), strict=True))
 print(f"8 bits beat 4 bits in {wins} draws")
 # The wins are not asserted: processors and versions round integers otherwise, which moves a score by up to a point.
-assert min(max(lost) - min(lost) for lost in losses.values()) > 1, "300 sentences do not settle a point"
+assert max(losses["int4"]) - min(losses["int4"]) > 1, "300 sentences do not settle a point"
 
 
 # %% Exercise 3
