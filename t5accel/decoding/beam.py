@@ -137,6 +137,9 @@ def beam_search(
     Returns:
         ``sequences`` (B * N, L) int64, the N best of the first source first, and their ``scores`` (B * N,) float32.
 
+    Raises:
+        InputError: as for `greedy`, or an option of the search is out of range.
+
     >>> import numpy as np
     >>> class Chain:  # a toy backend: the next token depends on the last one alone, and 3 ends
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 4, 0, 3, 0
