@@ -98,11 +98,11 @@ def contents() -> str:
         link = f'<a href="notebooks/{book["stem"]}.html">{number} · {question}</a>'
         chain = sorted(with_needed(number))
         budget = next(name for name, most in TIMES.items() if minutes(chain) <= most)
-        lines.append([link, f"{book['minutes']} min", ", ".join(chain[:-1]) or "–", f"{minutes(chain)} min", budget])
+        lines.append([link, str(book["minutes"]), ", ".join(chain[:-1]) or "–", str(minutes(chain)), budget])
     core = [number for number in books if number < "20"]
-    columns = ["question", "takes", "after", "all of them", "fits into"]
+    columns = ["question", "minutes", "after", "in all", "fits into"]
     return (
-        "# Contents by question and by time\n\nMinutes are those of a workshop, with the exercise; *all of them* is "
+        "# Contents by question and by time\n\nMinutes are those of a workshop, with the exercise; *in all* is "
         f"from nothing, with the notebooks that must come before. The core, {core[0]} to {core[-1]}, takes "
         f"{minutes(core) / 60:.1f} hours, which are {ceil(minutes(core) / DAY)} days; with the extras from 20 on, "
         f"{minutes(books) / 60:.1f} hours, {ceil(minutes(books) / DAY)} days. [Teaching](docs/WORKSHOP.md) has plans "
@@ -118,10 +118,10 @@ def which() -> str:
     for book in notebooks().values():
         stem = book["stem"]
         texts = [book["problem"], *(", ".join(book[key]) for key in ("technique", "task", "hardware"))]
-        ran = f"{seconds[f'{stem}.ipynb']:.0f} s" if f"{stem}.ipynb" in seconds else "–"
         problem, *rest = map(html.escape, texts)
-        lines.append([problem, f'<a href="notebooks/{stem}.html">{stem}</a>', *rest, f"{book['minutes']} min", ran])
-    columns = ["my problem", "notebook", "technique*", "task", "hardware", "to read and do", "runs in"]
+        ran = f"{seconds[f'{stem}.ipynb']:.0f}" if f"{stem}.ipynb" in seconds else "–"
+        lines.append([problem, f'<a href="notebooks/{stem}.html">{stem}</a>', *rest, str(book["minutes"]), ran])
+    columns = ["my problem", "notebook", "technique*", "task", "hardware", "minutes", "runs in, s"]
     return (
         "# Which notebook for my problem?\n\nChoose what you have. A task is one that the notebook measures; *any* "
         "means that nothing in it depends on the task, and fits them all.\n\n"

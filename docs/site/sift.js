@@ -16,7 +16,7 @@ function sortable(table, then = () => {}) {
   const heads = [...table.tHead.rows[0].cells];
   const rows = [...table.tBodies[0].rows];
   heads.forEach((head, column) => {
-    const button = make("button", { type: "button", textContent: head.textContent || "·", title: "Sort" });
+    const button = make("button", { type: "button", textContent: head.textContent, title: "Sort" });
     head.replaceChildren(button);
     button.addEventListener("click", () => {
       const down = head.getAttribute("aria-sort") === "ascending";

@@ -199,7 +199,7 @@ def test_each_public_name_tells_shapes_errors_and_an_example() -> None:
         told = "\n".join(inspect.getdoc(one) or "" for one in (thing, *members))
         assert ">>> " in told and re.search(r"Raises:|Raises ``\w+Error", told), name
         tensors = hasattr(thing, "embed") or "input_ids" in inspect.signature(thing).parameters
-        assert not tensors or re.search(r"\([BN]( \* \w)?, \w+\)", told), f"{name}: with which shapes?"
+        assert not tensors or re.search(r"\([BNn]( \* \w)?,", told), f"{name}: with which shapes?"
 
 
 def test_the_list_of_exceptions_is_current() -> None:

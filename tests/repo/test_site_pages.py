@@ -70,7 +70,7 @@ def test_the_contents_say_what_a_notebook_needs_and_takes() -> None:
         assert header.replace("`", "").startswith(f"# {rows[number][0]}\n")
         assert all({*before[one]} < {*before[number]} for one in before[number]), "what these need comes before, too"
         everything = minutes + sum(books[one][0] for one in before[number])
-        assert rows[number][1::2] == [f"{minutes} min", f"{everything} min"]
+        assert rows[number][1::2] == [f"{minutes}", f"{everything}"]
         hours = float(re.match(r"\d+", rows[number][4])[0]) + ("½" in rows[number][4]) / 2
         assert everything / 60 <= hours <= 6.5
     assert before["00"] == [] and before["06"] == ["00", "01", "02"] and rows["06"][4].startswith("3½ hours")
