@@ -100,10 +100,10 @@ def contents() -> str:
         budget = next(name for name, most in TIMES.items() if minutes(chain) <= most)
         lines.append([link, str(book["minutes"]), ", ".join(chain[:-1]) or "–", str(minutes(chain)), budget])
     core = [number for number in books if number < "20"]
-    columns = ["question", "minutes", "after", "in all", "fits into"]
+    columns = ["question", "minutes", "after", "from nothing", "fits into"]
     return (
-        "# Contents by question and by time\n\nMinutes are those of a workshop, with the exercise; *in all* is "
-        f"from nothing, with the notebooks that must come before. The core, {core[0]} to {core[-1]}, takes "
+        "# Contents by question and time\n\nMinutes are those of a workshop, with the exercise; *from nothing* adds "
+        f"the notebooks that come before. The core, {core[0]} to {core[-1]}, takes "
         f"{minutes(core) / 60:.1f} hours, which are {ceil(minutes(core) / DAY)} days; with the extras from 20 on, "
         f"{minutes(books) / 60:.1f} hours, {ceil(minutes(books) / DAY)} days. [Teaching](docs/WORKSHOP.md) has plans "
         "with breaks.\n\n"

@@ -79,8 +79,8 @@ def quantize(
     as few as a bisection finds.
 
     Args:
-        folder, out, recipe, ranges, overwrite: as in `convert.quantize_export`.
-        score: maps an export's folder to scores, such as ``{"bleu": 43.9}``; `text_score` makes one.
+        folder, out, recipe, ranges, overwrite: as in `t5accel.precision.convert.quantize_export`.
+        score: maps an export's folder to ``{"bleu": 43.9}``, as `t5accel.precision.gate.text_score` does.
         max_loss: what each watched score may lose against that of ``folder``.
         groups: groups of weights that may be excluded, the most sensitive first.
         instead: scheme of the excluded groups, such as 8 bits in a recipe of 4; by default floats.

@@ -62,7 +62,9 @@ def test_the_contents_say_what_a_notebook_needs_and_takes() -> None:
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         book = json.loads(path.read_text(encoding="utf-8"))
         books[path.stem[:2]] = book["metadata"]["t5accel"]["minutes"], "".join(book["cells"][0]["source"])
-    (table,) = Tables(pages.contents()).tables
+    page = pages.contents()
+    (table,) = Tables(page).tables
+    assert page.count("data-filter") == 1 and "data-plot" not in page
     rows = {row[0][:2]: row for row in table[1:]}
     assert [*rows] == [*books]
     before = {number: row[2].replace("–", "").replace(", ", " ").split() for number, row in rows.items()}
