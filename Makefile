@@ -25,6 +25,7 @@ PEERS_BY_NPM := build/peers/llama-cpp/package build/peers/transformers-js/node_m
 # And of each server that brings its own: requirements/servers/NAME.txt.
 SERVERS := triton ray
 QUICK :=
+RUN :=
 GRID :=
 
 # Which tests `make test-v5` runs: `.ci/run` leaves out those that no version of transformers changes.
@@ -48,7 +49,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help translate course course-v5 test test-bench test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
+.PHONY: help translate course course-v5 workshop test test-bench test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
 	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site links web \
 	constraints wheel wheelhouse badges clean
 
@@ -63,6 +64,9 @@ course: .venv/.stamp ## Run every notebook on the bundled model; scoreboard and 
 
 course-v5: .venv-v5/.stamp ## The same on transformers 5.x, into build/course-v5/
 	@$(VENV_V5) -m bench course --out build/course-v5
+
+workshop: .venv/.stamp ## Say which tasks ("Your turn") are solved in notebooks/, as they were saved [RUN=1 executes them]
+	@$(VENV) -m bench workshop$(if $(RUN), --run)
 
 test: .venv/.stamp ## Run the tests of the package, its server and the repository on transformers 4.57
 	@$(VENV) -m pytest -q -n logical --dist worksteal --durations=20 --durations-min=2
@@ -109,7 +113,7 @@ links: site ## Ask other hosts for the pages that ours link to, which needs a ne
 
 site: $(SITE)/.stamp $(if $(NPM),web) ## Build README, guides, notebooks, scoreboards, the reference and (with npm) the web page in build/site/
 	@rm -rf build/site build/site-source && mkdir -p build/site-source
-	@cp -R CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE data docs notebooks build/site-source
+	@cp -R CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE LICENSE-docs NOTICE data docs notebooks build/site-source
 	@mkdir build/site-source/web && cp -R web/src build/site-source/web
 	@cat README.md docs/site/contents.md > build/site-source/index.md
 	@$(VENV) scripts/site_pages.py build/site-source $(if $(NPM),--web)
@@ -185,6 +189,7 @@ wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms withou
 	@build/wheelhouse-venv/bin/python -m pip --disable-pip-version-check wheel -qq -c requirements/constraints.txt \
 		--wheel-dir build/wheelhouse ".[$(EXTRAS)]"
 	@mkdir build/wheelhouse/notebooks build/wheelhouse/data && cp notebooks/*.ipynb build/wheelhouse/notebooks/
+	@cp LICENSE LICENSE-docs NOTICE build/wheelhouse/
 	@cp -R bench training build/wheelhouse/ && cp -R $(filter-out data/mini-t5%,$(wildcard data/*)) build/wheelhouse/data/
 	@build/wheelhouse-venv/bin/python scripts/wheelhouse_note.py "$(EXTRAS)" > build/wheelhouse/INSTALL.txt
 	@du -sh build/wheelhouse
