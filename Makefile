@@ -50,7 +50,7 @@ export ORT_DISABLE_TELEMETRY := 1
 .DELETE_ON_ERROR:
 .SUFFIXES:
 .PHONY: help translate course course-v5 workshop test test-bench test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
-	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site web \
+	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site links web \
 	constraints wheel wheelhouse badges clean
 
 help: ## List the targets
@@ -100,12 +100,16 @@ serving: .venv/.stamp $(SERVERS:%=build/servers/%/.stamp) ## Put load on our ser
 gpu-bundle: .venv/.stamp ## Gather in build/gpu/ what the GPU suite needs on a machine without a network
 	@$(VENV) scripts/gpu_bundle.py build/gpu
 
-lint: .venv/.stamp ## Check the code with ruff
+lint: .venv/.stamp ## Check the code with ruff, and the spelling with codespell
 	@$(VENV) -m ruff check .
+	@$(VENV) -m codespell_lib
 
 format: .venv/.stamp ## Sort imports, mend what ruff can mend, format the code
 	@$(VENV) -m ruff check --fix-only -q .
 	@$(VENV) -m ruff format .
+
+links: site ## Ask other hosts for the pages that ours link to, which needs a network
+	@$(SITE)/bin/python -m sphinx -q -b linkcheck -c docs/site build/site-source build/links
 
 site: $(SITE)/.stamp $(if $(NPM),web) ## Build README, guides, notebooks, scoreboards, the reference and (with npm) the web page in build/site/
 	@rm -rf build/site build/site-source && mkdir -p build/site-source

@@ -1,4 +1,4 @@
-"""The pages of the site that are made from data: which notebook for which problem, and the scoreboards.
+"""The pages of the site that are made from data: contents, which notebook for which problem, and the scoreboards.
 
 They are tables that `docs/site/sift.js` lets a reader sort, filter and plot.
 """
@@ -6,7 +6,9 @@ They are tables that `docs/site/sift.js` lets a reader sort, filter and plot.
 import argparse
 import html
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,7 +45,10 @@ BOARDS = (
     ("peers-gemma.json", "T5Gemma beside its peers", {"model": lambda row: row["model"], **PEERS}),
     ("bert.json", "A BERT that answers questions", BERT),
 )
-FILTERED = {"cell", "model", "precision", "batch", "source_tokens", "beams", "gate", "task", "technique*", "hardware"}
+DAY = 390  # minutes without the breaks
+TIMES = {"1 hour": 60, "2 hours": 120, "3½ hours (half a day)": 210, "6½ hours (a day)": DAY}
+FILTERED = {"fits into", "cell", "model", "precision", "batch", "source_tokens", "beams", "gate", "task", "technique*",
+            "hardware"}  # fmt: skip
 PLOTTED = {"tokens/s", "ratio", "in all", "ms/token", "ms/text", "ms", "MB", "peak MB", "BLEU", "ROUGE-L", "EM"}
 LABELS = {"technique", "rung", "system", "on", "in the browser"}
 
@@ -65,17 +70,58 @@ def raw(content: str) -> str:
     return f"```{{raw}} html\n{content}\n```"
 
 
+def notebooks() -> dict[str, dict[str, Any]]:
+    """By number, such as "00", what each notebook says of itself: its metadata, its question, the numbers it needs."""
+    found = {}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        book = json.loads(path.read_text(encoding="utf-8"))
+        header = next(text for text in map("".join, (cell["source"] for cell in book["cells"])) if text[:2] == "# ")
+        number, question = re.match(r"# (\d\d) · (.*)", header).groups()
+        needs = re.findall(r"\b\d\d\b", re.search(r"\*\*Needs\*\* ([^·;]*)", header)[1])
+        found[number] = {"stem": path.stem, "question": question, "needs": needs, **book["metadata"]["t5accel"]}
+    return found
+
+
+def contents() -> str:
+    """The page that leads from a question, or from the time that a reader has, to a notebook."""
+    books = notebooks()
+
+    def with_needed(number: str) -> set[str]:
+        return {number}.union(*map(with_needed, books[number]["needs"]))
+
+    def minutes(numbers: Iterable[str]) -> int:
+        return sum(books[number]["minutes"] for number in numbers)
+
+    lines = []
+    for number, book in books.items():
+        question = re.sub(r"`(.*?)`", r"<code>\1</code>", html.escape(book["question"]))
+        link = f'<a href="notebooks/{book["stem"]}.html">{number} · {question}</a>'
+        chain = sorted(with_needed(number))
+        budget = next(name for name, most in TIMES.items() if minutes(chain) <= most)
+        lines.append([link, str(book["minutes"]), ", ".join(chain[:-1]) or "–", str(minutes(chain)), budget])
+    core = [number for number in books if number < "20"]
+    columns = ["question", "minutes", "after", "from nothing", "fits into"]
+    return (
+        "# Contents by question and time\n\nMinutes are those of a workshop, with the exercise; *from nothing* adds "
+        f"the notebooks that come before. The core, {core[0]} to {core[-1]}, takes "
+        f"{minutes(core) / 60:.1f} hours, which are {ceil(minutes(core) / DAY)} days; with the extras from 20 on, "
+        f"{minutes(books) / 60:.1f} hours, {ceil(minutes(books) / DAY)} days. [Teaching](docs/WORKSHOP.md) has plans "
+        "with breaks.\n\n"
+        f"{raw(table(columns, lines, escape=False))}\n"
+    )
+
+
 def which() -> str:
     """The page that leads from a problem to a notebook, from the notebooks' metadata and the last recorded run."""
     seconds = {row["notebook"]: row["seconds"] for row in load_results("course.json")["rows"]}
     lines = []
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        about = json.loads(path.read_text(encoding="utf-8"))["metadata"]["t5accel"]
-        link = f'<a href="notebooks/{path.stem}.html">{path.stem}</a>'
-        texts = [about["problem"], *(", ".join(about[key]) for key in ("technique", "task", "hardware"))]
-        ran = f"{seconds[path.name]:.0f} s" if path.name in seconds else "–"
-        lines.append([html.escape(texts[0]), link, *map(html.escape, texts[1:]), f"{about['minutes']} min", ran])
-    columns = ["my problem", "notebook", "technique*", "task", "hardware", "to read and do", "runs in"]
+    for book in notebooks().values():
+        stem = book["stem"]
+        texts = [book["problem"], *(", ".join(book[key]) for key in ("technique", "task", "hardware"))]
+        problem, *rest = map(html.escape, texts)
+        ran = f"{seconds[f'{stem}.ipynb']:.0f}" if f"{stem}.ipynb" in seconds else "–"
+        lines.append([problem, f'<a href="notebooks/{stem}.html">{stem}</a>', *rest, str(book["minutes"]), ran])
+    columns = ["my problem", "notebook", "technique*", "task", "hardware", "minutes", "runs in, s"]
     return (
         "# Which notebook for my problem?\n\nChoose what you have. A task is one that the notebook measures; *any* "
         "means that nothing in it depends on the task, and fits them all.\n\n"
@@ -148,6 +194,7 @@ NOT_HERE = "`make web` builds a page that runs the bundled model on your own dev
 def write(out: Path, *, web: bool) -> None:
     """The pages, as Markdown for Sphinx."""
     pages = {
+        "contents": contents(),
         "which": which(),
         "boards": boards(),
         "see": SEE.format(first=HERE if web else NOT_HERE, figures=browser()),

@@ -71,6 +71,9 @@ def accelerate(
         check_logits: compare the graphs with the model on one small batch, at the first export and for every model
             object; it finds hooks, overridden ``forward()`` methods and adapters.
 
+    Returns:
+        A model whose ``generate()`` takes ``input_ids`` (B, S) and returns tokens (B, L), as transformers' does.
+
     Raises:
         ExportError: the export cannot be written, is damaged, was optimised for another machine, or its logits differ.
         InputError, NotT5Error, UnknownModelError, ModelUnavailableError: there is no such model.

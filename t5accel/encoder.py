@@ -100,6 +100,10 @@ class AcceleratedEncoder:
             device: ``"cpu"``, or ``"cuda"`` for fp32, bf16 and fp16, in torch.
             max_source_tokens: refuse longer texts, whose attention grows with the square of their length.
             check_outputs: as in `graphs.encoder_export.export_encoder`.
+
+        Raises:
+            InputError: the precision does not run on the device, or the export has another one.
+            ExportError, ModelUnavailableError, MissingPackageError: as for `accelerate`.
         """
         from t5accel.graphs.encoder_export import cached_encoder
         from t5accel.graphs.export_cache import find_export, verified_manifest

@@ -4,6 +4,7 @@ The Makefile copies what Sphinx reads, because the API's pages are written into 
 imported and no notebook is run.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -37,6 +38,8 @@ autoapi_options = ["members", "undoc-members", "show-inheritance"]
 autoapi_add_toctree_entry = False
 napoleon_use_ivar = True  # attributes as a list, not as entries of their own beside those of the class
 add_module_names = False
+python_use_unqualified_type_names = True  # of ours: they are links
+maximum_signature_line_length = 100  # a longer one has a line for each parameter
 
 # `name` in a docstring leads to what it names, or is code; a dotted name of ours that leads nowhere is a fault.
 default_role = "py:obj"
@@ -44,11 +47,23 @@ nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!t5accel\.).*")]
 
 
+def autoapi_prepare_jinja_env(environment):
+    """For the page of `t5accel`: what it offers, by name the place where each is defined."""
+    tree = ast.parse((ROOT / "t5accel" / "__init__.py").read_text(encoding="utf-8"))
+    assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    modules, aliases = (ast.literal_eval(assigned[name]) for name in ("_MODULES", "_ALIASES"))
+    environment.globals["offered"] = {name: f"t5accel.{module}.{name}" for name, module in modules.items()}
+    environment.globals["aliases"] = aliases
+
+
 def lead_to_api(app, docname, source):
     """A link to a source file or folder of ours, as a reader of the repository needs it, becomes one to its page."""
 
     source[0] = re.sub(r"\]\((?:\.\./)*(t5accel/[\w/]*\w)(?:\.py|/)?\)", r"](/api/\1/index.rst)", source[0])
     # `bench` and `training` have no pages: the link's text stays.
+    for path in re.findall(r"\]\((?:\.\./)*((?:bench|training)(?:/[\w/.]*)?)\)", source[0]):
+        if not (ROOT / path).exists():
+            WARN("a link leads to %s, which does not exist", path, location=docname)
     source[0] = re.sub(r"\[([^\]]*)\]\((?:\.\./)*(?:bench|training)(?:/[\w/.]*)?\)", r"\1", source[0])
 
 

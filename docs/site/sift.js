@@ -1,18 +1,38 @@
-// Tables that can be sorted, filtered and plotted; without JavaScript they are plain tables. In a head cell, data-filter
-// asks for a menu of the column's values, data-plot offers it as bars, and data-label puts it beside them.
+// Tables that can be sorted, and those of the class sift filtered and plotted; without JavaScript they are plain tables.
+// In a head cell, data-filter asks for a menu of the column's values, data-plot offers it as bars, and data-label puts it
+// beside them.
 
 const make = (tag, properties = {}, ...children) => {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);
   return made;
 };
-const number = (text) => (/^[−-]?[\d.]+/.test(text) ? parseFloat(text.replace("−", "-")) : NaN);
+// Of what begins with one: "1,396", "1.20–1.47", "35 min".
+const number = (text) =>
+  /^[−-]?[\d.]/.test(text) ? parseFloat(text.replace("−", "-").replace(/(?<=\d),(?=\d{3})/g, "")) : NaN;
+const text = (row, column) => row.cells[column].textContent.trim();
+
+function sortable(table, then = () => {}) {
+  const heads = [...table.tHead.rows[0].cells];
+  const rows = [...table.tBodies[0].rows];
+  heads.forEach((head, column) => {
+    const button = make("button", { type: "button", textContent: head.textContent, title: "Sort" });
+    head.replaceChildren(button);
+    button.addEventListener("click", () => {
+      const down = head.getAttribute("aria-sort") === "ascending";
+      heads.forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const compared = (a, b) =>
+        number(text(a, column)) - number(text(b, column)) || text(a, column).localeCompare(text(b, column));
+      table.tBodies[0].append(...rows.sort((a, b) => (down ? compared(b, a) : compared(a, b))));
+      then();
+    });
+  });
+  return { heads, rows };
+}
 
 function sift(table) {
-  const heads = [...table.tHead.rows[0].cells];
-  const body = table.tBodies[0];
-  const rows = [...body.rows];
-  const text = (row, column) => row.cells[column].textContent.trim();
+  const { heads, rows } = sortable(table, update);
   const listed = (row, column) => text(row, column).split(", ");
   const columns = (kind) => heads.flatMap((head, column) => (kind in head.dataset ? [column] : []));
   const controls = make("p", { className: "sift-controls" });
@@ -36,20 +56,6 @@ function sift(table) {
   const plot = make("figure", { className: "sift-plot" });
   if (plotted) table.before(plot);
   controls.append(count);
-
-  heads.forEach((head, column) => {
-    const button = make("button", { type: "button", textContent: head.textContent, title: "Sort" });
-    head.replaceChildren(button);
-    button.addEventListener("click", () => {
-      const down = head.getAttribute("aria-sort") === "ascending";
-      heads.forEach((other) => other.removeAttribute("aria-sort"));
-      head.setAttribute("aria-sort", down ? "descending" : "ascending");
-      const compared = (a, b) =>
-        number(text(a, column)) - number(text(b, column)) || text(a, column).localeCompare(text(b, column));
-      body.append(...rows.sort((a, b) => (down ? compared(b, a) : compared(a, b))));
-      update();
-    });
-  });
 
   function update() {
     for (const row of rows) {
@@ -78,3 +84,7 @@ function sift(table) {
 }
 
 document.querySelectorAll("table.sift").forEach(sift);
+// Markdown's own, but for a plan of the day, which has no heads, and a few rows, which a reader sees at once.
+document.querySelectorAll("article table.docutils").forEach((table) => {
+  if (table.tBodies[0].rows.length > 3 && table.tHead?.textContent.trim()) sortable(table);
+});

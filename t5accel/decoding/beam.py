@@ -124,7 +124,8 @@ def beam_search(
 
     Sequences and scores are those of transformers 4.57 and 5.x, except that an answer is padded with the pad id after
     its end, where transformers repeats the end token if the pad id is 0. Between exactly equal scores the choice is
-    free. Arguments that are not listed here are those of `greedy`.
+    free. Arguments that are not listed here are those of `greedy`. Raises ``InputError`` as it does, and for an option
+    of the search that is out of range.
 
     Args:
         num_beams: K, less than the vocabulary. By default the model's, or 4 if it names none.

@@ -52,6 +52,20 @@ def prompt_lookup(
 
     Returns:
         ``sequences`` (B, L) int64, and how many tokens were ``drafted`` and ``accepted``.
+
+    Raises:
+        InputError: as for `greedy`, or the backend cannot roll back.
+
+    >>> class Counter:  # a toy backend whose next token is the last one plus one
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
+    ...     def encode(self, input_ids, attention_mask): return input_ids
+    ...     def new_state(self, source, rows_per_source=1): return None
+    ...     def step(self, state, input_ids): return np.eye(6, dtype=np.float32)[(input_ids + 1) % 6]
+    ...     def select_sources(self, state, sources): pass
+    ...     def rollback(self, state, accepted): pass
+    >>> found = prompt_lookup(Counter(), [[1, 2, 3, 4]], max_new_tokens=8)  # two tokens are copied
+    >>> found.sequences.tolist(), found.decoder_calls, found.accepted
+    ([[1, 2, 3, 4, 5]], 3, 2)
     """
     longest = as_count(max_ngram, "max_ngram", at_least=1)
     if longest > MAX_MATCH:

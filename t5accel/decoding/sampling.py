@@ -154,6 +154,9 @@ def sample(
     Returns:
         ``sequences`` (B * K, L) int64, padded on the right, the K answers to the first source first.
 
+    Raises:
+        InputError: as for `greedy`, or an option of `SamplingParams` is unknown or out of range.
+
     >>> class Coin:  # a toy backend: 1 or 2, each as likely, without an end
     ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 4, 0, 3, 0
     ...     def encode(self, input_ids, attention_mask): return input_ids

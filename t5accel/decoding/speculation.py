@@ -48,13 +48,27 @@ def speculative(
     `accept_or_resample`). Arguments that are not listed here are those of `greedy`.
 
     Args:
-        draft: a backend of a model with the same vocabulary and special tokens; ``InputError`` for any other.
+        draft: a backend of a model with the same vocabulary and special tokens.
         sampling: applied to both models' distributions; ``None`` chooses the most probable token.
         seed: at least 0; each row has its own random generator.
         max_draft: the most draft tokens of a row for one call.
 
     Returns:
         ``sequences`` (B, L) int64, ``decoder_calls`` of ``backend`` alone, ``drafted`` and ``accepted``.
+
+    Raises:
+        InputError: as for `greedy`, or ``draft`` has another vocabulary or other special tokens.
+
+    >>> class Counter:  # a toy backend whose next token is the last one plus one; it is its own draft model
+    ...     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 6, 0, 5, 0
+    ...     def encode(self, input_ids, attention_mask): return input_ids
+    ...     def new_state(self, source, rows_per_source=1): return None
+    ...     def step(self, state, input_ids): return np.eye(6, dtype=np.float32)[(input_ids + 1) % 6]
+    ...     def select_sources(self, state, sources): pass
+    ...     def rollback(self, state, accepted): pass
+    >>> found = speculative(Counter(), Counter(), [[3]], max_new_tokens=8)
+    >>> found.sequences.tolist(), found.decoder_calls, found.accepted
+    ([[1, 2, 3, 4, 5]], 1, 4)
     """
     most = as_count(max_draft, "max_draft", at_least=1)
     if sampling is not None and not isinstance(sampling, SamplingParams):

@@ -79,14 +79,24 @@ def quantize(
     as few as a bisection finds.
 
     Args:
-        folder, out, recipe, ranges, overwrite: as in `convert.quantize_export`.
-        score: maps an export's folder to scores, such as ``{"bleu": 43.9}``.
+        folder, out, recipe, ranges, overwrite: as in `t5accel.precision.convert.quantize_export`.
+        score: maps an export's folder to ``{"bleu": 43.9}``, as `t5accel.precision.gate.text_score` does.
         max_loss: what each watched score may lose against that of ``folder``.
         groups: groups of weights that may be excluded, the most sensitive first.
         instead: scheme of the excluded groups, such as 8 bits in a recipe of 4; by default floats.
 
     Raises:
         GateError: no recipe passed; the message names the closest one. Nothing was written.
+        InputError, ExportError: an argument is invalid; ``folder`` is no fp32 export, or ``out`` is taken.
+
+    >>> from t5accel.graphs.export import export_model
+    >>> rows = [{"source": "translate English to French: I am tired.", "target": "Je suis fatigué."}]
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = export_model("mini", f"{folder}/mini")
+    ...     exact = text_score(rows, "exact_match")
+    ...     report = quantize(f"{folder}/mini", f"{folder}/int8", "int8", score=exact, max_loss={"exact_match": 0})
+    >>> report.baseline, report.chosen.losses
+    ({'exact_match': 100.0}, {'exact_match': 0.0})
     """
     source, recipe = Fp32Export.read(folder), as_integer_recipe(recipe)
     target = source.target(out)
@@ -177,13 +187,6 @@ def text_score(
     Args:
         rows: dicts ``{"source", "target"}``, T5's prefix included in the source, or a JSON Lines file of such rows.
         metric: one of `metrics.ROW_SCORES`.
-
-    >>> from t5accel.graphs.export import export_model
-    >>> rows = [{"source": "translate English to French: I am tired.", "target": "Je suis fatigué."}]
-    >>> with TemporaryDirectory() as folder:
-    ...     _ = export_model("mini", f"{folder}/mini")
-    ...     text_score(rows, "exact_match")(f"{folder}/mini")
-    {'exact_match': 100.0}
     """
     examples = scored_rows(rows, [metric])
     as_count(batch_size, "batch_size", at_least=1)

@@ -6,6 +6,7 @@ imports from the module that defines a name (``from t5accel.models.load import l
 
 import ast
 import doctest
+import inspect
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from pathlib import Path
 import pytest
 from test_layout import MODULES, ROOT, own_imports
 
+import t5accel
+
 # Modules that offer functions and no runnable example, each with its reason.
 WITHOUT_EXAMPLE = {
     "t5accel.distillation.checkpointing": "tests/core/test_distillation.py interrupts and resumes runs",
@@ -25,8 +28,6 @@ WITHOUT_EXAMPLE = {
     "t5accel.cli_options": "the same",
     "t5accel.cli_training": "the same",
     "t5accel.serve.cli": "the same",
-    "t5accel.decoding.ngram_lookup": "tests/core/test_ngram_lookup.py runs it on toys and models",
-    "t5accel.decoding.speculation": "tests/core/test_speculation.py does",
     "t5accel.graphs.fused_step": "tests/core/test_ort_static.py runs its graph",
     "t5accel.graphs.gemma_layers": "tests/core/test_gemma.py runs its graphs",
     "t5accel.graphs.layers": "tests/core/test_export.py runs its graphs",
@@ -189,6 +190,16 @@ def test_a_module_of_the_package_has_an_example() -> None:
             reason = WITHOUT_EXAMPLE.get(module)
             assert examples(module) or reason, f"{module} offers {functions} and no `>>>` example in a docstring"
             assert not (examples(module) and reason), f"{module} has an example now: take it off the list"
+
+
+def test_each_public_name_tells_shapes_errors_and_an_example() -> None:
+    for name in {*t5accel.__all__} - {"__version__"}:
+        thing = getattr(t5accel, name)
+        members = [one for key, one in vars(thing).items() if key[0] != "_"] if inspect.isclass(thing) else []
+        told = "\n".join(inspect.getdoc(one) or "" for one in (thing, *members))
+        assert ">>> " in told and re.search(r"Raises:|Raises ``\w+Error", told), name
+        tensors = hasattr(thing, "embed") or "input_ids" in inspect.signature(thing).parameters
+        assert not tensors or re.search(r"\([BNn]( \* \w)?,", told), f"{name}: with which shapes?"
 
 
 def test_the_list_of_exceptions_is_current() -> None:

@@ -147,6 +147,14 @@ def test_the_two_runtimes_exclude_each_other() -> None:
         assert "cpu" in extras and "gpu" not in extras
 
 
+def test_no_word_is_misspelt() -> None:
+    """pyproject.toml says where, and which words are ours; `make lint` says the same."""
+    command = [sys.executable, "-m", "codespell_lib"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert subprocess.run([*command, "-"], cwd=ROOT, input="a wrong adress", capture_output=True, text=True).returncode
+
+
 # ------------------------------------------------------------------------------------- commands that documents mention
 
 

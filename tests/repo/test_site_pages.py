@@ -57,6 +57,28 @@ def test_every_notebook_is_found_by_its_problem() -> None:
     assert [row[0] for row in table[1:]] == problems and len({*problems}) == len(problems)
 
 
+def test_the_contents_say_what_a_notebook_needs_and_takes() -> None:
+    books = {}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        book = json.loads(path.read_text(encoding="utf-8"))
+        books[path.stem[:2]] = book["metadata"]["t5accel"]["minutes"], "".join(book["cells"][0]["source"])
+    page = pages.contents()
+    (table,) = Tables(page).tables
+    assert page.count("data-filter") == 1 and "data-plot" not in page
+    rows = {row[0][:2]: row for row in table[1:]}
+    assert [*rows] == [*books]
+    before = {number: row[2].replace("–", "").replace(", ", " ").split() for number, row in rows.items()}
+    for number, (minutes, header) in books.items():
+        assert header.replace("`", "").startswith(f"# {rows[number][0]}\n")
+        assert all({*before[one]} < {*before[number]} for one in before[number]), "what these need comes before, too"
+        everything = minutes + sum(books[one][0] for one in before[number])
+        assert rows[number][1::2] == [f"{minutes}", f"{everything}"]
+        hours = float(re.match(r"\d+", rows[number][4])[0]) + ("½" in rows[number][4]) / 2
+        assert everything / 60 <= hours <= 6.5
+    assert before["00"] == [] and before["06"] == ["00", "01", "02"] and rows["06"][4].startswith("3½ hours")
+    assert "05" not in before["10"], "it only helps"
+
+
 def test_every_recorded_speed_is_on_the_boards() -> None:
     page = pages.boards()
     found = Tables(page)
@@ -95,4 +117,4 @@ def test_texts_are_escaped_and_the_web_page_is_named_where_it_is_there(tmp_path:
     for web, there in ((True, 1), (False, 0)):
         pages.write(tmp_path, web=web)
         assert (tmp_path / "see.md").read_text(encoding="utf-8").count('href="web/index.html"') == there
-    assert {path.name for path in tmp_path.iterdir()} == {"which.md", "boards.md", "see.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {"contents.md", "which.md", "boards.md", "see.md"}

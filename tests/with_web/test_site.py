@@ -68,16 +68,31 @@ def test_a_reader_sorts_filters_and_plots_a_board(page: Page, site: Any, foreign
     assert not foreign
 
 
+def test_a_plain_table_sorts_too(page: Page, site: Any, foreign: list[str]) -> None:
+    page.goto(site.url + "docs/results.html")
+    table = page.locator("table", has_text="t5-small, one text").first
+    rates = table.locator("tbody tr td:nth-child(5)")
+    recorded = [float(text.replace(",", "")) for text in rates.all_inner_texts()]
+    assert max(recorded) > 10_000 and sorted(recorded) != recorded
+    table.get_by_role("button", name="tokens/s").first.click()
+    assert [float(text.replace(",", "")) for text in rates.all_inner_texts()] == sorted(recorded)
+    page.screenshot(path=OUT / "site-results.png")
+    assert not foreign
+
+
 def test_no_link_of_ours_leads_nowhere() -> None:
     pages = {path.relative_to(SITE).as_posix(): path.read_text(encoding="utf-8") for path in SITE.rglob("*.html")}
     assert len(pages) > 100
+    anchors = {name: {*re.findall(r' (?:id|name)="([^"]+)"', text)} for name, text in pages.items()}
     lost = set()
     for name, text in pages.items():
         for link in re.findall(r'<a [^>]*href="([^"]+)"', text):
-            place, _ = urldefrag(urljoin(f"http://site/{name}", link.replace("&amp;", "&")))
+            place, anchor = urldefrag(urljoin(f"http://site/{name}", link.replace("&amp;", "&")))
             if place.startswith("http://site/"):
                 file = SITE / unquote(place.removeprefix("http://site/").split("?")[0])
                 if not (file.is_file() or (file / "index.html").is_file()):
+                    lost.add((name, link))
+                if anchor and unquote(anchor) not in anchors[file.relative_to(SITE).as_posix()]:
                     lost.add((name, link))
     assert not lost
 
