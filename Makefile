@@ -26,6 +26,7 @@ PEERS_BY_NPM := build/peers/llama-cpp/package build/peers/transformers-js/node_m
 # And of each server that brings its own: requirements/servers/NAME.txt.
 SERVERS := triton ray
 QUICK :=
+RUN :=
 GRID :=
 
 # Which tests `make test-v5` runs: `.ci/run` leaves out those that no version of transformers changes.
@@ -51,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help translate course course-v5 test test-bench test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
+.PHONY: help translate course course-v5 workshop test test-bench test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
 	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site web \
 	constraints sbom audit wheel wheelhouse badges clean
 
@@ -66,6 +67,9 @@ course: .venv/.stamp ## Run every notebook on the bundled model; scoreboard and 
 
 course-v5: .venv-v5/.stamp ## The same on transformers 5.x, into build/course-v5/
 	@$(VENV_V5) -m bench course --out build/course-v5
+
+workshop: .venv/.stamp ## Say which tasks ("Your turn") are solved in notebooks/, as they were saved [RUN=1 executes them]
+	@$(VENV) -m bench workshop$(if $(RUN), --run)
 
 test: .venv/.stamp ## Run the tests of the package, its server and the repository on transformers 4.57
 	@$(VENV) -m pytest -q -n logical --dist worksteal --durations=20 --durations-min=2
@@ -108,7 +112,7 @@ format: .venv/.stamp ## Sort imports, mend what ruff can mend, format the code
 
 site: $(SITE)/.stamp $(if $(NPM),web) ## Build README, guides, notebooks, scoreboards, the reference and (with npm) the web page in build/site/
 	@rm -rf build/site build/site-source && mkdir -p build/site-source
-	@cp -R CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE data docs notebooks build/site-source
+	@cp -R CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE LICENSE-docs NOTICE data docs notebooks build/site-source
 	@mkdir build/site-source/web && cp -R web/src build/site-source/web
 	@cat README.md docs/site/contents.md > build/site-source/index.md
 	@$(VENV) scripts/site_pages.py build/site-source $(if $(NPM),--web)
@@ -194,6 +198,7 @@ wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms withou
 	@build/wheelhouse-venv/bin/python -m pip --disable-pip-version-check wheel -qq -c requirements/constraints.txt \
 		--wheel-dir build/wheelhouse ".[$(EXTRAS)]"
 	@mkdir build/wheelhouse/notebooks build/wheelhouse/data && cp notebooks/*.ipynb build/wheelhouse/notebooks/
+	@cp LICENSE LICENSE-docs NOTICE build/wheelhouse/
 	@cp -R bench training build/wheelhouse/ && cp -R $(filter-out data/mini-t5%,$(wildcard data/*)) build/wheelhouse/data/
 	@build/wheelhouse-venv/bin/python scripts/wheelhouse_note.py "$(EXTRAS)" > build/wheelhouse/INSTALL.txt
 	@du -sh build/wheelhouse

@@ -65,6 +65,10 @@ def board(
     only: Annotated[
         str, typer.Option(help="Measure only the suite's cells of this pattern, such as 'runtimes*'.")
     ] = "*",
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="Show the same board of this file beside it, such as data/results/scoreboard-mini.json."),
+    ] = None,
 ) -> None:
     """Measure every system: equal output first, then speed, memory and quality."""
     if suite is Suite.GPU:
@@ -76,18 +80,21 @@ def board(
             return run_in_time(json, minutes, only=only)
     from bench import figures as draw
     from bench.results import write_rows
-    from bench.scoreboard import Forced, bench
+    from bench.scoreboard import Forced, RecordedBoard, bench
     from bench.systems import select_systems
 
     chosen, rows = select_systems(technique or [], model=model), []
-    for count in new_tokens:
-        job = Forced(new_tokens=count, source_tokens=source_tokens, batch=batch)
+    jobs = [Forced(new_tokens=count, source_tokens=source_tokens, batch=batch) for count in new_tokens]
+    others = [RecordedBoard(compare, model, job) if compare else None for job in jobs]  # refused before the slow part
+    for job, other in zip(jobs, others, strict=True):
         with kept(f"Finished boards are in {json}." if json and rows else ""):
             found = bench(
                 model, job, systems=chosen, rounds=rounds, threads=threads, limit=quality_limit,
                 peak_memory=peak_memory, progress=True,
             )  # fmt: skip
         typer.echo(draw.board(found))
+        if other:
+            typer.echo(f"\n{other.beside(found)}")
         if scattered := draw.scattered(found):
             typer.echo(
                 f"Warning: the rounds of {', '.join(scattered)} differ widely (column range). Measure again on a quiet "
@@ -208,12 +215,34 @@ def course(
     notebooks: Annotated[Path, typer.Option(help="Folder of the numbered notebooks.")] = Path("notebooks"),
     out: Annotated[Path, typer.Option(help="Folder for executed copies and the scoreboard.")] = Path("build/course"),
 ) -> None:
-    """Run every notebook in order and print a first scoreboard."""
+    """Run every notebook in order, print a first scoreboard, and say which notebooks failed.
+
+    The exit status is 1 if one failed; the others are run all the same.
+    """
     from bench.course import run_course, summary
 
     with kept(f"Executed copies are in {out}."):
         runs, board = run_course(notebooks, out)
-    typer.echo(f"\n{summary(runs)}\n\n{board}\n\nExecuted copies and scoreboard.html: {out}")
+    for run in runs:
+        if run.details:
+            typer.echo(f"\n{run.name}\n{run.details}", err=True)
+    typer.echo(f"\n{board}\n\nExecuted copies, report.json and scoreboard.html: {out}\n\n{summary(runs)}")
+    if any(run.failed for run in runs):
+        raise typer.Exit(1)
+
+
+@app.command()
+def workshop(
+    numbers: Annotated[list[str] | None, typer.Argument(help="Notebooks, such as 00 01. Default: all.")] = None,
+    notebooks: Annotated[Path, typer.Option(help="Folder of the participant's notebooks.")] = Path("notebooks"),
+    run: Annotated[bool, typer.Option("--run", help="Execute the notebooks whose stub was edited.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for executed copies.")] = Path("build/workshop"),
+) -> None:
+    """Say which tasks ("Your turn") are solved, by the notebooks as they were saved, or executed anew."""
+    from bench.workshop import report, task_states
+
+    states, compared = task_states(notebooks, numbers or [], run_into=out if run else None)
+    typer.echo(report(states, compared=compared, executed=run))
 
 
 @app.command()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.ladder import fastest, inside, way_to
 from bench.peers import int8_for, peer_results
-from bench.results import format_table, step_ms
+from bench.results import format_table, html_table, step_ms
 from t5accel import machine
 from t5accel.errors import InputError, MissingPackageError, install
 from t5accel.timing import Comparison, Ratio
@@ -256,15 +256,12 @@ def page(boards: Sequence[tuple[str, Mapping[str, Any]]], notes: str = "") -> st
         rows, picture = record["rows"], io.BytesIO()
         plot_board(rows).savefig(picture, format="png", dpi=120)
         encoded = base64.b64encode(picture.getvalue()).decode()
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in BOARD)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(text(row))}</td>" for text in BOARD.values()) + "</tr>" for row in rows
-        )
+        cells = html_table([list(BOARD), *([text(row) for text in BOARD.values()] for row in rows)])
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         parts.append(
             f"<h2>{html.escape(title)}</h2><p>{html.escape(caption(rows, record['machine']))}</p>"
             f'<img alt="Speed of each technique as a ratio to the reference" src="data:image/png;base64,{encoded}">'
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f"{cells}"
             f"<p><small>{html.escape(record['date'])}; commit {html.escape(record['commit'] or 'unknown')}; "
             f"<code>{html.escape(record['command'])}</code>; {html.escape(versions)}</small></p>"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import os
 import subprocess
@@ -172,6 +173,7 @@ class Row(TypedDict, total=False):
     summaries: float
     questions: float
     notebook: str
+    status: str  # of a notebook: "passed" or "failed"
 
 
 # The parts of the evaluation sets that are scored separately, and those scores.
@@ -306,6 +308,19 @@ def format_table(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
         ).rstrip()
         for line in (lines[0], *dashes, *lines[1:])
     ]
+
+
+def html_table(lines: Sequence[Sequence[str]]) -> str:
+    """Cells of text as a table of HTML, whose first line is the head.
+
+    >>> html_table([["&"], ["44"]])
+    '<table><thead><tr><th>&amp;</th></tr></thead><tbody><tr><td>44</td></tr></tbody></table>'
+    """
+    head, *body = (
+        "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) + "</tr>"
+        for tag, line in zip(["th", *["td"] * (len(lines) - 1)], lines, strict=True)
+    )
+    return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
 
 
 def environment() -> dict[str, Any]:

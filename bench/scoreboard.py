@@ -15,13 +15,13 @@ import numpy as np
 from bench import evaluation
 from bench.harness import Contender, memory_alone, run_comparison
 from bench.precision import backend_scores, generated_scores
-from bench.results import Row, environment, filter_rows, get_path, rows_so_far, write_rows
+from bench.results import Row, environment, filter_rows, format_table, get_path, rows_so_far, step_ms, write_rows
 from bench.roofline import decoder_weights_per_step
 from bench.systems import CPU_REFERENCE, SYSTEMS, BenchModel, Generate, System, select_systems
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
-from t5accel.checks import as_count
+from t5accel.checks import as_count, read_json_object
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
@@ -319,3 +319,33 @@ def sizes(system: System, subject: BenchModel, answers: Answers, batch: int, pea
 
 def _generate_once(system: str, model: str, seed: int, threads: int, answers: Answers, batch: int) -> None:
     answers(SYSTEMS[system].build(BenchModel(model, seed, threads)), batch)
+
+
+class RecordedBoard:
+    """The board of one job in a file that ``python -m bench board --json`` wrote, perhaps on another machine."""
+
+    def __init__(self, path: str | os.PathLike[str], model: str, job: Forced):
+        content = read_json_object(Path(path), InputError)
+        wanted = {"model": model, "batch": job.batch, "beams": 1, "source_tokens": job.source_tokens,
+                  "new_tokens": job.new_tokens, "reference": CPU_REFERENCE}  # fmt: skip
+        try:
+            self.machine = f"{content['machine']['cpu']}, {content['date']}"
+            self.rows = {row["system"]: row for row in filter_rows(content["rows"], **wanted) if "ratio" in row}
+        except (KeyError, TypeError) as error:
+            raise InputError(f"--compare must be a file that `board --json` wrote, got {path}.") from error
+        if not self.rows:
+            raise InputError(f"{path} has no board of {', '.join(f'{key} {value}' for key, value in wanted.items())}.")
+
+    def beside(self, rows: Sequence[Row]) -> str:
+        """Time a token and ratio to the reference, here and there, of every system that both have."""
+        lines = [
+            [row["system"], *_time_and_ratio(row), *_time_and_ratio(self.rows[row["system"]])]
+            for row in rows if row["system"] in self.rows
+        ]  # fmt: skip
+        head = ["technique", "ms/token", "ratio", "(min–max)", "there", "ratio", "(min–max)"]
+        return "\n".join([f"Beside {self.machine}:", *format_table([head, *lines], rule=True)])
+
+
+def _time_and_ratio(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    samples = row.get("ratio_samples") or [row["ratio"]]
+    return f"{step_ms(row):.2f}", f"{row['ratio']:.2f}x", f"({min(samples):.2f}–{max(samples):.2f})"

@@ -62,7 +62,7 @@ def licences() -> str:
     """
     root, runtime = Path(__file__).resolve().parents[1], Path(onnxruntime.__file__).parent
     texts = {
-        "t5accel, its models and this page": [root / "LICENSE"],
+        "t5accel, its models and this page": [root / "NOTICE", root / "LICENSE"],
         "onnxruntime-web and onnxruntime-common: the JavaScript and the WebAssembly of ONNX Runtime":
             [runtime / "LICENSE", runtime / "ThirdPartyNotices.txt"],
     }  # fmt: skip

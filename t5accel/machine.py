@@ -158,19 +158,20 @@ def resident_memory_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def peak_memory_bytes() -> int:
-    """The most memory that this process has occupied since it started."""
+def peak_memory_bytes(pid: int | None = None) -> int:
+    """The most memory that a process, by default this one, has occupied since it started."""
     # Linux hands `ru_maxrss` down to child processes: a small child of a big parent reports the parent's peak. The
     # kernel's VmHWM belongs to this process alone.
-    for line in (_read(Path("/proc/self/status")) or "").splitlines():
+    for line in (_read(Path(f"/proc/{pid or 'self'}/status")) or "").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    if find_spec("resource"):
+    if pid is None and find_spec("resource"):
         peak = import_module("resource").getrusage(0).ru_maxrss  # 0 is RUSAGE_SELF
         return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
     import psutil
 
-    return psutil.Process().memory_info().peak_wset  # Windows
+    found = psutil.Process(pid).memory_info()
+    return getattr(found, "peak_wset", found.rss)  # Windows; of another process macOS tells only what it occupies now
 
 
 def watches_stderr() -> bool:

@@ -7,7 +7,6 @@ stopped; ``data/results/peers-cpu.json`` is a run. ``--grid families`` measures 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from bench.figures import plot_peers, plot_standings
+from bench.figures import plot_standings
 from bench.peers import (
     GRIDS,
     OPTIMUM,
@@ -129,11 +128,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", help="some systems alone, by name; the reference is one in any case")
     parser.add_argument("--rounds", type=int, default=3, help="pairs per cell (3)")
     parser.add_argument("--minutes", type=float, default=60, help="start no cell later than this (60); 0: convert only")
-    parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="draw recorded files, and measure nothing")
     args = parser.parse_args()
-    if args.draw:
-        draw(args.draw, args.plot or Path(f"docs/peers-{args.grid}.png"))
-        return
     grid, json_file = GRIDS[args.grid], args.json or args.build / f"peers-{args.grid}.json"
     models = [name if ":" in name or "/" in name else f"random:{name}" for name in args.models or grid.models]
     cells, groups = (
@@ -182,12 +177,6 @@ def write(path: Path, conditions: dict[str, Any], rows: list[Row], chosen: Seque
     }  # fmt: skip
     rows = sorted(rows, key=lambda row: order.get(model_and_cell(row), len(order)))
     write_rows(path, rows, command=shlex.join(["python", "-m", "bench.record.peers", *chosen]), **conditions)
-
-
-def draw(files: Sequence[Path], picture: Path) -> None:
-    """Our engine over the best peers in fp32 and int8, from the recorded runs of several machines."""
-    found = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-    plot_peers({content["machine"]["cpu"]: content["rows"] for content in found}, picture)
 
 
 def show(rows: list[Row], picture: Path) -> None:

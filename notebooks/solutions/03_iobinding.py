@@ -29,8 +29,8 @@ for number in (0, 500, 4000):
     token[...] = number
     decoder.run_with_iobinding(kept)
     found.append(logits.copy())
-    np.testing.assert_array_equal(logits, decoder.run(["logits"], first_step)[0])
-assert not np.allclose(found[0], found[1])
+    np.testing.assert_allclose(logits, decoder.run(["logits"], first_step)[0], atol=1e-3)
+assert not np.allclose(found[0], found[1], atol=1e-3)
 
 # %% Exercise 3: it has become the second one. A copy of what is to last mends it, or a second buffer.
 token[...] = 0
@@ -39,4 +39,4 @@ result, copied = kept.get_outputs()[0].numpy(), logits.copy()
 token[...] = 500
 decoder.run_with_iobinding(kept)
 assert (result == logits).all() and not (result == copied).all()
-np.testing.assert_array_equal(copied, found[0])
+np.testing.assert_allclose(copied, found[0], atol=1e-3)

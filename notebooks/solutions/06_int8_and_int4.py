@@ -23,7 +23,7 @@ print(table([{"": name, "bits a weight": size, "error %": 100 * error} for name,
 size, error = costs.pop("8 bits, blocks of 256")
 assert min(other for _, other in costs.values()) > 3 * error and size - costs["4 bits, blocks of 16"][0] < 2.2
 
-# %% Exercise 2: hardly. It is there in nine draws of ten, and 8 bits win most of them; its size stays open by points.
+# %% Exercise 2: a coin would say 25 of 50. What is beyond that speaks for a loss, whose size stays open by points.
 import random
 from itertools import zip_longest
 
@@ -52,7 +52,8 @@ for name, lost in losses.items():
     print(f"{name} is behind fp32 in {sum(x > 0 for x in lost)} of 50 draws, by {min(lost):.1f} to {max(lost):.1f}")
 wins = sum(eight < four for eight, four in zip(*losses.values(), strict=True))
 print(f"8 bits beat 4 bits in {wins} draws")
-assert min(sum(x > 0 for x in losses["int4"]), wins) > 25, "a coin would do as well"
+# The wins are not asserted: processors and versions round integers otherwise, which moves a score by up to a point.
+assert max(losses["int4"]) - min(losses["int4"]) > 1, "300 sentences do not settle a point"
 
 
 # %% Exercise 3

@@ -58,4 +58,4 @@ for share in (0, 0.5, 0.9):
         archive.writestr("weight", matrix.weight.detach().numpy().tobytes())
     zipped[share] = len(buffer.getvalue()) / (4 * matrix.weight.numel())
 print({f"{share:.0%} zeros": f"{size:.2f} of the bytes" for share, size in zipped.items()})
-assert zipped[0] > 0.9 > zipped[0.5] > zipped[0.9]
+assert zipped[0] > 0.8 > zipped[0.5] > zipped[0.9]

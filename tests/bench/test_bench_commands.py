@@ -19,7 +19,7 @@ import bench.course
 from bench import scoreboard
 from bench.__main__ import app
 from bench.advise import Advice, Need
-from bench.course import NotebookError, NotebookRun
+from bench.course import NotebookRun
 from bench.figures import board
 from bench.scoreboard import Forced
 from bench.systems import CPU_REFERENCE, select_systems
@@ -130,6 +130,26 @@ def test_bench_measures_several_lengths_into_one_file_and_only_the_techniques_as
     assert json.loads(rows.read_text(encoding="utf-8"))["rows"] == 2 * ROWS
 
 
+def test_a_board_is_shown_beside_the_same_board_of_another_machine_or_refused_before_it_is_measured(measured, tmp_path):
+    there = tmp_path / "there.json"
+    changes = {"ratio": 3.0, "ratio_samples": [2.0, 4.0], "latency_s": [1.5], "reference": CPU_REFERENCE}
+    rows = [row | changes for row in ROWS]
+    about = {"machine": {"cpu": "Another CPU"}, "date": "2026-01-02"}
+    there.write_text(json.dumps({**about, "rows": [*rows, rows[0] | {"batch": 9, "ratio": 7.0}]}), encoding="utf-8")
+    alike = ["--model", ROWS[0]["model"], "--batch", ROWS[0]["batch"], "--source-tokens", ROWS[0]["source_tokens"]]
+    alike += ["--new-tokens", ROWS[0]["new_tokens"]]
+    result = call("board", *alike, "--compare", there)
+    shown = result.stdout.removeprefix(board(ROWS)).split("\n")
+    assert result.exit_code == 0 and shown[2] == "Beside Another CPU, 2026-01-02:" and "7.00x" not in result.stdout
+    assert [line.split("  ")[0] for line in shown[5:-1]] == [row["system"] for row in ROWS]
+    per_token = 1500 / ROWS[0]["new_tokens"]
+    assert all(line.endswith(f"{per_token:.2f}  3.00x  (2.00–4.00)") for line in shown[5:-1])
+    measured.clear()
+    assert "has no board of model" in refused("board", *alike, "--batch", 5, "--compare", there)
+    there.write_text('{"rows": []}', encoding="utf-8")
+    assert "--compare must be a file" in refused("board", *alike, "--compare", there) and not measured
+
+
 def test_what_was_measured_is_not_lost_where_it_cannot_be_drawn(measured, tmp_path):
     result = call("board", "--json", tmp_path / "rows.json", "--plot", tmp_path / "board.xyz")
     assert result.exit_code == 2 and "board.xyz" in said(result)[-1]
@@ -176,15 +196,16 @@ def test_course_prints_the_time_of_each_notebook_and_the_board(monkeypatch, tmp_
     monkeypatch.setattr(bench.course, "run_course", lambda *where: calls.append(where) or ([run], "the board"))
     result = call("course", "--notebooks", tmp_path, "--out", tmp_path / "out")
     assert result.exit_code == 0 and calls == [(tmp_path, tmp_path / "out")]
-    assert "00_start.ipynb: 7 s\n" in result.stdout and "the board" in result.stdout
+    assert "00_start.ipynb: 7 s, 0 MB\n" in result.stdout and "the board" in result.stdout
 
 
-def test_course_with_a_notebook_that_fails_ends_in_words(monkeypatch):
-    def fail(*where):
-        raise NotebookError("00_start.ipynb failed; the copy as far as it ran is out/00_start.ipynb.")
-
-    monkeypatch.setattr(bench.course, "run_course", fail)
-    assert "00_start.ipynb failed" in refused("course")
+def test_course_with_a_notebook_that_fails_says_so_last_and_exits_with_1(monkeypatch):
+    failed = NotebookRun("00_start.ipynb", 7.0, "copy", failed="ValueError: no", details="cell and traceback")
+    runs = [failed, NotebookRun("01_next.ipynb", 2.0, "copy")]
+    monkeypatch.setattr(bench.course, "run_course", lambda *where: (runs, "the board"))
+    result = call("course")
+    assert result.exit_code == 1 and "cell and traceback" in result.stderr
+    assert result.stdout.splitlines()[-1] == "00_start.ipynb: FAILED after 7 s, ValueError: no; see copy"
 
 
 # --- evaluate

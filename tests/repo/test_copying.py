@@ -43,6 +43,7 @@ COPIED = [
     name for name, path in MODULES.items()
     if path.name not in ("__init__.py", "__main__.py") and name not in NOT_COPIED
 ]  # fmt: skip
+OF_THE_PACKAGE = [name for name in COPIED if name.startswith("t5accel.")]
 
 # Runs in one process of its own: heavy libraries are imported once, ours afresh for each folder.
 DRIVER = """
@@ -138,10 +139,9 @@ def public_functions(module: str) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int, str]]:
-    root = tmp_path_factory.mktemp("copies")
-    folders = {module: root.resolve() / module for module in COPIED}
+def require_that_examples_run(modules: list[str], root: Path) -> None:
+    """Copy each module into a folder of its own below ``root``, and run its examples there."""
+    folders = {module: root.resolve() / module for module in modules}
     for module, folder in folders.items():
         copy(module, folder)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": ""}
@@ -155,14 +155,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, in
         text=True,
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    return json.loads(report.read_text())
-
-
-def test_examples_run_where_the_module_was_copied_to(results: dict[str, tuple[int, int, str]]) -> None:
-    for module in COPIED:
-        failures, tries, log = results[module]
+    for module, (failures, tries, log) in json.loads(report.read_text()).items():
         assert not failures, f"{module}, copied with empty __init__ files and {sorted(closure(module))}\n{log}"
         assert tries == len(example_lines(module)), f"{module}: its docstrings hold examples that were not run"
+
+
+@pytest.mark.parametrize("half", (0, 1))  # one for each core
+def test_examples_run_where_the_module_was_copied_to(half: int, tmp_path: Path) -> None:
+    require_that_examples_run(OF_THE_PACKAGE[half::2], tmp_path)
 
 
 def test_every_example_is_in_a_module_whose_examples_run() -> None:
@@ -184,7 +184,7 @@ def test_names_are_imported_from_where_they_are_defined() -> None:
 
 
 def test_a_module_of_the_package_has_an_example() -> None:
-    for module in [name for name in COPIED if name.startswith("t5accel.")]:
+    for module in OF_THE_PACKAGE:
         if functions := public_functions(module):
             reason = WITHOUT_EXAMPLE.get(module)
             assert examples(module) or reason, f"{module} offers {functions} and no `>>>` example in a docstring"

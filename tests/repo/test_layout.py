@@ -25,7 +25,7 @@ FLOORS = {
 }  # fmt: skip
 # Lines of Python today. The aims are 12,500 and 600 for the GPU's loops (t5accel), 3,000 (serve), 11,000 (bench), 4,200
 # (training) and 26,000 (tests): a deletion lowers a cap, and a feature raises it by its own lines at most.
-CAPS = {"t5accel": 18_331, "t5accel.serve": 5_352, "bench": 15_009, "training": 4_430, "tests": 36_717}
+CAPS = {"t5accel": 18_332, "t5accel.serve": 5_352, "bench": 15_320, "training": 4_430, "tests": 37_001}
 MOST_FILES = 92  # of t5accel without serve; the aim is 86
 MOST_LINES = 450  # of a module
 MOST_DOCSTRINGS = 0.15  # of the package's lines
@@ -173,9 +173,9 @@ def test_importing_the_package_loads_nothing_else() -> None:
 
 
 def test_inference_without_torch_loads_few_of_our_modules() -> None:
-    """The README's snippet; a few of these are folders with nothing but a sentence in them."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"^(from t5accel\.backends\.ort.*?)\n\n", readme, re.MULTILINE | re.DOTALL)
+    """The snippet that is shown; a few of these are folders with nothing but a sentence in them."""
+    page = (ROOT / "docs/own-model.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^(from t5accel\.backends\.ort.*?)\n\n", page, re.MULTILINE | re.DOTALL)
     modules = loaded_by(snippet.replace("\n", "; "))
     ours = {name for name in modules if name.split(".")[0] == "t5accel"}
     assert len(ours) <= MOST_FOR_INFERENCE

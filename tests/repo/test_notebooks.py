@@ -161,9 +161,17 @@ def beyond_the_budget(book: nbformat.NotebookNode) -> list[str]:
 @each_notebook
 def test_it_keeps_the_budgets(path: Path) -> None:
     assert not beyond_the_budget(read(path)), f"{path.name}: see CONTRIBUTING, Add a notebook"
-    assert (ROOT / "notebooks" / "solutions" / f"{path.stem}.py").exists()
     recorded = json.loads((ROOT / "data" / "results" / "course.json").read_text(encoding="utf-8"))["rows"]
     assert next(row["seconds"] for row in recorded if row["notebook"] == path.name) <= LONGEST_S
+
+
+@each_notebook
+def test_your_turn_and_every_exercise_have_a_solution(path: Path) -> None:
+    solved = (path.parent / "solutions" / f"{path.stem}.py").read_text(encoding="utf-8")
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    exercises = re.findall(r"^\d+\. ", text.split("\n## Exercises")[1].split("\n## ")[0], re.MULTILINE)
+    titles = re.findall(r"^# %% (Your turn|Exercise \d+)", solved, re.MULTILINE)
+    assert titles == ["Your turn", *(f"Exercise {number + 1}" for number in range(len(exercises)))]
 
 
 def test_the_budgets_catch_what_they_are_for() -> None:

@@ -13,40 +13,41 @@ from statistics import median
 from typing import Any
 
 import pytest
+from typer.main import get_command as command_of
 from typer.testing import CliRunner
 
 from bench.__main__ import app as bench_app
-from bench.figures import board
 from bench.gpu.cells import PUBLISHED, PUBLISHED_BATCHES
 from bench.gpu.figures import timed
-from bench.record.peers_quality import table as quality_table
+from bench.record.results_page import MARKED, pictures, tables
 from bench.results import step_ms
 from bench.systems import BATCHES, BOUND, CAPTURED, DRAWN, FLIGHT, GRAPH, REFERENCE, THEIR_BATCHES, THEIR_DRAWS
 from t5accel.cli import app
 from t5accel.models.random_init import random_t5
+from t5accel.serve.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-README, RESULTS, SERVING, WORKSHOP = (
+README, OWN_MODEL, RESULTS, SERVING, WORKSHOP = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "docs/results.md", "docs/serving.md", "docs/WORKSHOP.md")
+    for name in ("README.md", "docs/own-model.md", "docs/results.md", "docs/serving.md", "docs/WORKSHOP.md")
 )
 ON_A_GPU = RESULTS.split("## On a GPU\n")[1].split("\n## ")[0]
 
 
 def test_tables_are_drawn_from_their_files() -> None:
-    shown = re.findall(r"<!-- (data/results/\S+\.json) -->\n```text\n(.*?)\n```", RESULTS, re.DOTALL)
-    assert len(shown) >= 2
-    for path, text in shown:
-        record = json.loads((ROOT / path).read_text(encoding="utf-8"))
-        quality = path.endswith("peers-quality.json")
-        drawn = quality_table(record["rows"]) if quality else board(record["rows"], record["machine"])
-        assert text == drawn, f"draw the table of {path} again"
+    assert len(MARKED.findall(RESULTS)) >= 2
+    assert tables(RESULTS) == RESULTS, "run python -m bench.record.results_page"
+
+
+def test_every_picture_of_the_results_is_drawn_from_its_file(tmp_path: Path) -> None:
+    pictures(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*re.findall(r"]\((\S+\.png)\)", RESULTS)}
 
 
 @pytest.fixture
 def snippets(tmp_path: Path) -> list[str]:
-    """README's Python, a file for each block."""
-    for number, text in enumerate(re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)):
+    """The Python of README and of the page about own models, a file for each block."""
+    for number, text in enumerate(re.findall(r"^```python\n(.*?)^```", README + OWN_MODEL, re.DOTALL | re.MULTILINE)):
         (tmp_path / f"block_{number}.py").write_text(text, encoding="utf-8")
     found = sorted(map(str, tmp_path.iterdir()))
     assert len(found) >= 5
@@ -196,9 +197,24 @@ def test_the_workshop_names_targets_and_commands_that_exist() -> None:
     assert set(re.findall(r"`t5accel (\w+)", WORKSHOP)) <= commands
 
 
+def test_readme_is_short_and_shows_the_first_commands_of_the_page_about_own_models() -> None:
+    assert len(README.splitlines()) < 150 and len(re.findall(r"!\[", README)) == 1
+    (block,) = re.findall(r"## Your own T5\n\n```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert [shlex.split(line, comments=True) for line in block.splitlines()] == [command for command, _ in walk()[:3]]
+
+
+def test_flags_that_documents_name_exist() -> None:
+    """Those of our commands, in the page about servers, SECURITY and README."""
+    known = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+    known |= {flag for command in command_of(app).commands.values() for one in command.params for flag in one.opts}
+    security = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(--[a-z-]+)|t5accel .*? (--[a-z-]+)", README + security + SERVING))
+    assert len(named) > 20 and {*map("".join, named)} - known <= {"--help", "--share"}  # the latter is the demo's
+
+
 def walk() -> list[tuple[list[str], str]]:
-    """README's commands on an own model, each with the output that is shown."""
-    (shown,) = re.findall(r"^<!-- own model -->\n```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    """The commands on an own model, each with the output that is shown."""
+    (shown,) = re.findall(r"^<!-- own model -->\n```console\n(.*?)^```", OWN_MODEL, re.MULTILINE | re.DOTALL)
     commands = [part.partition("\n") for part in shown.removeprefix("$ ").split("\n$ ")]
     return [(shlex.split(command), output.strip()) for command, _, output in commands]
 
@@ -227,7 +243,7 @@ def same_lines(shown: str, found: str, *, scores_within: float) -> bool:
 @pytest.fixture
 def own_data(tmp_path: Path, monkeypatch, cache_of_its_own, threads_put_back, random_state_put_back) -> Path:
     """A folder with the stand-in and its data, in which the commands run."""
-    (stand_in,) = re.findall(r"^<!-- a stand-in -->\n```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    (stand_in,) = re.findall(r"^<!-- a stand-in -->\n```python\n(.*?)^```", OWN_MODEL, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(stand_in, {})  # noqa: S102
     return tmp_path

@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -58,10 +59,16 @@ def test_it_holds_the_package_and_the_bundled_t5s_alone(wheel: Path) -> None:
             assert digest == hashlib.sha256((ROOT / name.removeprefix("t5accel/")).read_bytes()).hexdigest()
     top = {name.split("/")[0] for name in carried}
     assert {name for name in top if not name.endswith(".dist-info")} == {"t5accel"}, "nothing else in site-packages"
+    licences = {Path(name).name for name in carried if "/licenses/" in name}
+    assert licences == {"LICENSE", "NOTICE"}
 
 
 def test_the_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     assert contents(build(tmp_path)) == contents(wheel)  # without --wheel, build makes it from the source archive
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        carried = {name.partition("/")[2] for name in files.getnames()}
+    assert {"LICENSE", "LICENSE-docs", "NOTICE", "CITATION.cff", "SECURITY.md", "README.md", "CHANGELOG.md"} <= carried
 
 
 def test_it_translates_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
