@@ -13,6 +13,7 @@ BROWSER := build/browser-site
 TENSORRT := build/tensorrt-site
 KERNEL := build/kernel-site
 SITE := build/site-tools
+SUPPLY := build/supply-tools
 NPM := $(shell command -v npm)
 
 # What Colab has before the first cell of a notebook runs, as far as it matters to the course, for test-colab.
@@ -43,15 +44,22 @@ BY_CONDA := torch|numpy|filelock|fsspec|jinja2|markupsafe|mpmath|networkx|setupt
 REPO :=
 BRANCH := main
 
-# From 1.29 on, the packages of ONNX Runtime report how they are used to their maker, unless this is set.
+# From 1.29 on, the packages of ONNX Runtime report how they are used to their maker, unless this is set; the hub's client
+# tells which libraries ask.
 export ORT_DISABLE_TELEMETRY := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 .PHONY: help translate course course-v5 workshop test test-bench test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
+<<<<<<< HEAD
 	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site links web \
 	constraints wheel wheelhouse badges clean
+=======
+	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site web \
+	constraints sbom audit wheel wheelhouse badges clean
+>>>>>>> h-supply
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -130,15 +138,25 @@ constraints: .venv/.stamp .venv-v5/.stamp ## Write down the versions that both e
 	@$(call freeze,.venv-v5,requirements/constraints-v5.txt,transformers 5.x without optimum (make test-v5))
 	@{ echo "# constraints.txt without what conda-forge's PyTorch brings to Binder. Written by \`make constraints\`."; \
 		grep -Evi '^(\#|($(BY_CONDA))==)' requirements/constraints.txt; } > requirements/constraints-binder.txt
+	@$(call hashes,requirements/constraints.txt,requirements/hashes.txt)
+	@$(call hashes,requirements/constraints-v5.txt,requirements/hashes-v5.txt)
+
+sbom: .venv/.stamp $(SUPPLY)/.stamp ## List the packages of the tested environment and their licences in build/sbom.json (CycloneDX)
+	@$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+		--output-file build/sbom.json .venv && echo "Wrote build/sbom.json."
+
+audit: $(SUPPLY)/.stamp ## Compare the tested versions with the package index's list of known vulnerabilities
+	@for list in constraints constraints-v5; do \
+		$(SUPPLY)/bin/pip-audit --strict --no-deps --disable-pip -r requirements/$$list.txt || exit; done
 
 wheel: .venv/.stamp ## Build the source archive, and the wheel from it, into dist/
 	@rm -rf dist
 	@$(VENV) -m build --no-isolation --outdir dist > /dev/null && ls dist
 
-test-wheel: wheel ## Install the wheel into empty environments, and translate there, with torch and without
+test-wheel: wheel ## Install the wheel, and the source archive without torch, into empty environments, and translate there
 	@rm -rf build/wheel build/wheel-runtime && "$(PYTHON)" -m venv build/wheel && "$(PYTHON)" -m venv build/wheel-runtime
 	@build/wheel/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt "$$(ls dist/*.whl)[cpu]"
-	@build/wheel-runtime/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt "$$(ls dist/*.whl)[runtime]"
+	@build/wheel-runtime/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt "$$(ls dist/*.tar.gz)[runtime]"
 	@cd build/wheel && test -n "$$(bin/t5accel run 'translate English to French: I am tired.')" && \
 		bin/python -c 'import t5accel; print("1 passed: the wheel translates in", t5accel.__file__)'
 	@cd build/wheel && bin/t5accel export --model mini --out export > /dev/null 2>&1 && cd ../wheel-runtime && \
@@ -236,6 +254,12 @@ $(SITE)/.stamp: pyproject.toml | .venv/.stamp
 		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt $(call extra,site) && \
 		touch $@
 
+# In an environment of its own: what lists and audits packages is none of them.
+$(SUPPLY)/.stamp: pyproject.toml | .venv/.stamp
+	@rm -rf $(@D) && echo "Installing what lists and audits packages into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
+		$(@D)/bin/python -m pip --disable-pip-version-check install -qq $(call extra,supply) && \
+		touch $@
+
 # Beside the list, not in it: torchvision, which OpenVINO's packages bring, is built for another torch and breaks imports.
 build/peers/%/.stamp: requirements/peers/%.txt
 	@rm -rf $(@D) && echo "Installing the peer $* into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
@@ -288,3 +312,9 @@ freeze = \
 	echo "\# Written by \`make constraints\` from $(1); change it by installing there, testing, and writing it again."; \
 	sed -e '/ @ /d' -e 's/+[A-Za-z0-9.]*$$//' $(1)/freeze.txt; } > $(2) && \
 	rm $(1)/freeze.txt && touch $(1)/.stamp && echo "Wrote $(2)."
+
+# $(call hashes,constraints file,hashes file). Of all files of each version, whatever their platform.
+hashes = \
+	{ echo "\# $(notdir $(1)) with hashes, without torch. Written by \`make constraints\`; SECURITY.md says how to install it."; \
+	$(VENV) -m uv pip compile -q --no-deps --generate-hashes --no-annotate --no-header --python-version 3.11.9 \
+		--no-emit-package torch $(1); } > $(2) && echo "Wrote $(2)."

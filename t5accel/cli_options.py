@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # no command reports to the maker of ONNX Runtime, unless told to
+# No command reports to the makers of ONNX Runtime and of the hub's client, unless told to.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import re
 import warnings

@@ -51,6 +51,13 @@ WRITTEN = set(
     chat_template.jinja
     """.split()
 )
+# What an entry may hold, where a key that nobody reads would change answers.
+KNOWN = {
+    "tokens": {"pad_token_id", "eos_token_id", "decoder_start_token_id"},
+    "family": {"model_type", "positions", "source_vocab_size"},
+    "step": {"inputs", "outputs"},
+    "shortlist": {"inputs", "outputs", "rows", "bias", "largest_row", "largest_error"},
+}
 # What JSON of another shape raises when it is read.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
@@ -158,6 +165,8 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
         ) from error
     try:
         if (found := content.get("format")) != FORMAT:
+            if isinstance(found, int) and found > FORMAT:
+                again = "Install the newer t5accel that wrote it."
             raise ExportError(f"{path} must have format {FORMAT}, got {found!r:.80}. {again}")
         if content.pop("sha256", None) != _sha256(content):
             raise ExportError(f"{path} was altered: its hash is not the one of its content. {again}")
@@ -197,6 +206,9 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     for name in ("source", "tokens", "recipe", "rules", "family", "optimized"):
         if not isinstance(content.get(name, {}), dict):
             raise TypeError(f"{name} must be an object, got {content[name]!r:.80}")
+    for name, known in KNOWN.items():
+        if unknown := content.get(name, {}).keys() - known:
+            raise ValueError(f"{name} has the unknown entry {min(unknown)!r:.80}")
     dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in content["dims"].items()})
     content = {key: value for key, value in content.items() if key not in ("format", "layout")}
     content |= {"dims": dims, "graphs": {name: _graph(spec) for name, spec in content["graphs"].items()}}

@@ -93,6 +93,16 @@ def test_constraints_pin_every_dependency(variable: str, file: str) -> None:
         assert wanted.specifier.contains(pinned), f"{file} pins {wanted.name} to {pinned}, pyproject wants {wanted}"
 
 
+@pytest.mark.parametrize("line", ["", "-v5"])
+def test_every_pin_but_torch_has_hashes(line: str) -> None:
+    """torch has another build, with hashes of its own, for each processor."""
+    constraints, hashes = ((ROOT / f"requirements/{name}{line}.txt").read_text() for name in ("constraints", "hashes"))
+    pins = {canonicalize_name(pin) for pin in constraints.splitlines() if not pin.startswith(("#", "torch=="))}
+    lines = [line for line in hashes.replace("\\\n", "").splitlines() if not line.startswith("#")]
+    hashed = [re.fullmatch(r"(\S+==\S+)(?:\s+--hash=sha256:[0-9a-f]{64})+", line)[1] for line in lines]
+    assert {canonicalize_name(pin) for pin in hashed} == pins and len(hashed) == len(pins), "make constraints"
+
+
 def test_the_two_lines_of_transformers_are_the_ones_that_are_promised() -> None:
     assert re.search(r"^transformers==4\.57\.", (ROOT / "requirements/constraints.txt").read_text(), re.MULTILINE)
     assert re.search(r"^transformers==5\.", (ROOT / "requirements/constraints-v5.txt").read_text(), re.MULTILINE)
@@ -108,10 +118,11 @@ def test_dependencies_are_listed_once() -> None:
     ours = {
         '-c $(2) -e ".[$(3)]"',
         '-c requirements/constraints.txt "$$(ls dist/*.whl)[cpu]"',
-        '-c requirements/constraints.txt "$$(ls dist/*.whl)[runtime]"',
+        '-c requirements/constraints.txt "$$(ls dist/*.tar.gz)[runtime]"',
         "-c requirements/constraints.txt --target $(@D) $(call extra,browser)",
         "-c requirements/constraints-v5.txt $(ON_COLAB)",
         "$(call extra,binder)",
+        "$(call extra,supply)",
         "--target $(@D) $(call extra,tensorrt)",
         "--target $(@D) $(call extra,triton)",
         "-c requirements/constraints.txt $(call extra,site)",
