@@ -53,13 +53,8 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 .DELETE_ON_ERROR:
 .SUFFIXES:
 .PHONY: help translate course course-v5 workshop test test-bench test-v5 test-long test-wheel test-binder test-colab test-browser test-web test-tensorrt test-kernel \
-<<<<<<< HEAD
 	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site links web \
-	constraints wheel wheelhouse badges clean
-=======
-	test-triton test-ray test-ray-long release-check lab demo bench peers serving gpu-bundle lint format site web \
 	constraints sbom audit wheel wheelhouse badges clean
->>>>>>> h-supply
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
