@@ -144,8 +144,8 @@ class Output:
         """Record a finished shard."""
         # No flush to disk: a shard whose line is lost is done again.
         try:
-            with (self.folder / DONE).open("a", encoding="utf-8") as file:
-                file.write(f"{made}\n")
+            with (self.folder / DONE).open("ab") as file:
+                file.write(f"{made}\n".encode())
         except OSError as error:
             raise self._unwritten(DONE, error) from error
 
@@ -216,7 +216,7 @@ class Output:
         self._put_text(DONE, content)
 
     def _put_text(self, name: str, content: str) -> None:
-        self.put(name, lambda path: path.write_text(content, encoding="utf-8"))
+        self.put(name, lambda path: path.write_bytes(content.encode()))
 
     def _has_files(self, record: ShardRecord, *, hashed: bool = False) -> bool:
         try:
