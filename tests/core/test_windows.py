@@ -1,4 +1,4 @@
-"""What Windows refuses and does otherwise, imitated on Linux: files in use stay, text gets other line ends and letters."""
+"""What Windows refuses and does otherwise, imitated on Linux: files in use stay, line ends and letters differ."""
 
 import io
 import os
@@ -113,7 +113,7 @@ def test_a_gate_runs_candidates_and_deletes_them(as_on_windows, tmp_path: Path, 
 
 
 def test_a_job_is_done_and_gone_on_with(as_on_windows, tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_bytes("I am tired.\n\nWhere is my bag?\n".encode())
+    (tmp_path / "in.txt").write_bytes(b"I am tired.\n\nWhere is my bag?\n")
     for _ in range(2):
         ran("batch", tmp_path / "in.txt", tmp_path / "out", "--prefix", "translate English to French: ")
     written = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
