@@ -84,8 +84,8 @@ def test_image_and_example_give_the_server_flags_that_it_has() -> None:
     assert in_image.host == on_kubernetes.host == "0.0.0.0" and in_image.model == on_kubernetes.model
     assert f"COPY --from=build {in_image.model} {in_image.model}\n" in DOCKERFILE
     assert all(one["name"].removeprefix(PREFIX).lower() in Settings.model_fields for one in CONTAINER["env"])
+    defaults = dict(re.findall(r"^ARG (\w+)=(.+)$", DOCKERFILE, re.M))
     for command in re.findall(r"t5accel (export .*?)(?:;|$)", DOCKERFILE, re.M):
-        defaults = dict(re.findall(r"^ARG (\w+)=(.+)$", DOCKERFILE, re.M))
         name, *arguments = shlex.split(re.sub(r"\$(\w+)", lambda found: defaults[found[1]], command))
         typer.main.get_command(command_line).commands[name].make_context(name, arguments)
     with pytest.raises(Exception, match="No such option"):
