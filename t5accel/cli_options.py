@@ -8,7 +8,9 @@ import os
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
+import io
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,10 +118,17 @@ def kept(sentence: str) -> Iterator[None]:
         raise KeyboardInterrupt(sentence) from error
 
 
+def use_utf8(platform: str = sys.platform) -> None:
+    """Write redirected output in UTF-8 on Windows, as input is read, and not in a code page that lacks letters."""
+    if platform == "win32" and isinstance(sys.stdout, io.TextIOWrapper) and "PYTHONIOENCODING" not in os.environ:
+        sys.stdout.reconfigure(encoding="utf-8")
+
+
 class _Group(typer.core.TyperGroup):
     """Print every failure as one sentence, without warnings; ``T5ACCEL_TRACEBACK=1`` shows Python's traceback."""
 
     def invoke(self, ctx):  # noqa: ANN001
+        use_utf8()
         if os.environ.get(TRACEBACK):
             return super().invoke(ctx)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

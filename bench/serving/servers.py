@@ -281,7 +281,7 @@ class Running:
 
     def kill(self) -> None:
         """At once, as a machine that fails."""
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
 
     def end(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -183,6 +182,8 @@ def test_a_run_of_slow_steps_is_saved_by_the_clock_and_says_from_where_it_goes_o
 @contextmanager
 def limited_files(size_bytes: int) -> Iterator[None]:
     """The kernel lets no file of this process grow beyond that, as on a full disk."""
+    import resource
+
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
@@ -192,6 +193,7 @@ def limited_files(size_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 def test_a_full_disk_is_a_sentence_and_the_run_goes_on_from_its_last_checkpoint(
     tiny_t5, tmp_path: Path, monkeypatch
 ) -> None:

@@ -212,7 +212,7 @@ def process_shard(
             for place, reason in rejected.items()
         )
         content = "".join(json.dumps(line) + "\n" for line in lines)
-        files[shard.rejects] = output.put(shard.rejects, lambda path: path.write_text(content, encoding="utf-8"))
+        files[shard.rejects] = output.put_text(shard.rejects, content)
     else:
         output.drop(shard.rejects)
     answers = [None if isinstance(one, RejectedRow) else one.text for one in found]

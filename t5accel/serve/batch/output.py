@@ -115,7 +115,7 @@ class Output:
             if other := sorted(found.name for found in self.folder.iterdir() if not found.name.startswith(".")):
                 raise InputError(f"{self.folder} must be empty or hold a job, got {other[0]}. Give another folder.")
             there = (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode()
-            self._put_text(MANIFEST, there.decode())
+            self.put_text(MANIFEST, there.decode())
         self._manifest = there
         for above in (self.folder, self.folder / REJECTS):
             for partial in above.glob(".*.partial"):
@@ -144,7 +144,7 @@ class Output:
         """Record a finished shard."""
         # No flush to disk: a shard whose line is lost is done again.
         try:
-            with (self.folder / DONE).open("a", encoding="utf-8") as file:
+            with (self.folder / DONE).open("a", encoding="utf-8", newline="\n") as file:
                 file.write(f"{made}\n")
         except OSError as error:
             raise self._unwritten(DONE, error) from error
@@ -213,10 +213,11 @@ class Output:
     def _put_records(self, records: Mapping[str, ShardRecord]) -> None:
         # Sorted: a resumed job leaves the same bytes as one without interruption.
         content = "".join(f"{records[part]}\n" for part in sorted(records))
-        self._put_text(DONE, content)
+        self.put_text(DONE, content)
 
-    def _put_text(self, name: str, content: str) -> None:
-        self.put(name, lambda path: path.write_text(content, encoding="utf-8"))
+    def put_text(self, name: str, content: str) -> dict[str, Any]:
+        """`put` a text, on every system with the same line ends."""
+        return self.put(name, lambda path: path.write_text(content, encoding="utf-8", newline="\n"))
 
     def _has_files(self, record: ShardRecord, *, hashed: bool = False) -> bool:
         try:
