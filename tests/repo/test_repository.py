@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 from conftest import ONCE
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from t5accel import errors
@@ -101,6 +103,13 @@ def test_every_pin_but_torch_has_hashes(line: str) -> None:
     lines = [line for line in hashes.replace("\\\n", "").splitlines() if not line.startswith("#")]
     hashed = [re.fullmatch(r"(\S+==\S+)(?:\s+--hash=sha256:[0-9a-f]{64})+", line)[1] for line in lines]
     assert {canonicalize_name(pin) for pin in hashed} == pins and len(hashed) == len(pins), "make constraints"
+
+
+def test_every_tested_version_runs_on_the_oldest_python() -> None:
+    """Debian 12 has 3.11.2, and a pin for 3.11.5 would end `make` there."""
+    oldest = PYPROJECT["project"]["requires-python"].removeprefix(">=") + ".0"
+    installed = [(dist.name, dist.metadata["Requires-Python"]) for dist in distributions()]
+    assert not [name for name, wanted in installed if wanted and oldest not in SpecifierSet(wanted)]
 
 
 def test_the_two_lines_of_transformers_are_the_ones_that_are_promised() -> None:
