@@ -28,6 +28,7 @@ SERVERS := triton ray
 QUICK :=
 RUN :=
 GRID :=
+ALL :=
 
 # Which tests `make test-v5` runs: `.ci/run` leaves out those that no version of transformers changes.
 ONLY := not long
@@ -167,8 +168,8 @@ test-colab: ## Let a notebook install the last commit into an environment like C
 	@build/colab/venv/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints-v5.txt $(ON_COLAB)
 	@build/colab/venv/bin/python scripts/check_colab.py
 
-test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in a real browser; screenshots in build/browser/
-	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) $(VENV) -m pytest -q tests/with_browser
+test-browser: .venv/.stamp $(BROWSER)/.stamp ## Run notebooks 00 and 01 in a real browser; screenshots in build/browser/ [ALL=1: every notebook]
+	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" PYTHONPATH=$(BROWSER) ALL_NOTEBOOKS=$(ALL) $(VENV) -m pytest -q tests/with_browser
 
 test-web: web site $(BROWSER)/.stamp build/demo/.stamp ## Use the web page, the demo and the site in a real browser; screenshots in build/web-test/
 	@chromium=$$(scripts/chromium) && CHROMIUM="$$chromium" DEMO_PYTHON=build/demo/bin/python PYTHONPATH=$(BROWSER) \

@@ -67,7 +67,7 @@ def board(
     ] = "*",
     compare: Annotated[
         Path | None,
-        typer.Option(help="Show the same board of this file beside it, such as data/results/scoreboard-mini.json."),
+        typer.Option(help="Show the same board of this file beside it, such as data/results/scoreboard-mini-amd.json."),
     ] = None,
 ) -> None:
     """Measure every system: equal output first, then speed, memory and quality."""

@@ -162,14 +162,14 @@ def ratio(slower: Sequence[float], faster: Sequence[float], name: str = "ratio")
     return {name: median(samples), f"{name}_samples": samples}
 
 
-def paired_ratio(rows: Iterable[Mapping[str, Any]], ours: str, other: str) -> float | None:
-    """How many times as fast as another system ours is; ``None`` if one of them has no ratios.
+def paired_ratio(rows: Iterable[Mapping[str, Any]], ours: str, other: str) -> Row | None:
+    """How many times as fast as another system ours is, as `ratio`; ``None`` if one of them has no ratios.
 
     By their ratios to the reference: where memory does not hold all systems, each has a separate run beside it. In
     one run the reference's times cancel.
     """
     ratios = {row["system"]: row["ratio_samples"] for row in rows if row.get("ratio_samples")}
-    return ratio(ratios[ours], ratios[other])["ratio"] if {ours, other} <= ratios.keys() else None
+    return ratio(ratios[ours], ratios[other]) if {ours, other} <= ratios.keys() else None
 
 
 def error_line(error: Exception) -> str:

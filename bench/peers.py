@@ -243,8 +243,14 @@ class PeerResult:
 
     cell: Work
     peer: str
-    ratio: float
+    ratio: float  # the median of all rounds
     model: str = ""
+    samples: tuple[float, ...] = field(default=(), compare=False)  # of each round
+
+    def __str__(self) -> str:
+        """As ``1.29x (1.20–1.40)``, with the least and the largest of all rounds."""
+        spread = f" ({min(self.samples):.2f}–{max(self.samples):.2f})" if self.samples else ""
+        return f"{self.ratio:.2f}x{spread}"
 
 
 def peer_results(
@@ -262,17 +268,17 @@ def peer_results(
         own = ours if isinstance(ours, str) else ours(cell)
         ratios = {name: paired_ratio(here, own, name) for name in names if peers is None or name in peers}
         if found := {name: ratio for name, ratio in ratios.items() if ratio is not None}:
-            peer, ratio = min(found.items(), key=lambda pair: pair[1])
-            yield PeerResult(cell, peer, ratio, model.removeprefix("random:"))
+            peer, best = min(found.items(), key=lambda pair: pair[1]["ratio"])
+            yield PeerResult(cell, peer, best["ratio"], model.removeprefix("random:"), tuple(best["ratio_samples"]))
 
 
 def int8_for(cell: Work) -> str:
-    """Our int8 system for a cell: each batch has the one tuned for it.
+    """Our int8 system for a cell: one row, or several of texts and beams, which have a recipe each.
 
-    >>> int8_for(Work(1, 32, 64, beams=4)), int8_for(Work(8, 32, 32))
+    >>> int8_for(Work(1, 32, 64)), int8_for(Work(1, 32, 64, beams=4))
     ('t5accel int8', 't5accel int8 for throughput')
     """
-    return OURS_INT8 if cell.batch == 1 else OURS_INT8_THROUGHPUT
+    return OURS_INT8 if cell.batch * cell.beams == 1 else OURS_INT8_THROUGHPUT
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -226,20 +226,20 @@ def speeds() -> list[Speed]:
         f"a sentence ({row['model']}, {row['precision']})", row["answers_per_s"], row["tokens_per_s"],
         row["threads"], row["input_bytes"] / row["texts"], row["output_bytes"] / row["texts"], "batch.json",
     )]  # fmt: skip
-    (row,) = filter_rows(load_results("ladder.json")["rows"], rung="student, batches")
+    (row,) = filter_rows(load_results("ladder-amd.json")["rows"], rung="student, batches")
     reports = evaluation.rows("summaries")
     read = sum(len(one["source"].encode()) for one in reports) / len(reports)
     answer = sum(len(one["references"][0].encode()) for one in reports) / len(reports)
     found.append(Speed(
         f"a report ({row['model']}, {row['precision']})", row["texts"] / median(row["latency_s"]),
-        row["tokens_per_s"], row["threads"], read, read + answer, "ladder.json",
+        row["tokens_per_s"], row["threads"], read, read + answer, "ladder-amd.json",
     ))  # fmt: skip
-    peers = load_results("peers-cpu.json")["rows"]
+    peers = load_results("peers-amd.json")["rows"]
     (row,) = filter_rows(peers, system="t5accel int8", batch=32, source_tokens=512, beams=1)
     read, answer = (row[key] * BYTES_PER_TOKEN for key in ("source_tokens", "new_tokens"))
     found.append(Speed(
         "512 tokens (t5-small's size, int8)", row["batch"] / median(row["latency_s"]), row["tokens_per_s"],
-        row["threads"], read, read + answer, "peers-cpu.json",
+        row["threads"], read, read + answer, "peers-amd.json",
     ))  # fmt: skip
     return found
 

@@ -25,7 +25,7 @@ PEERS: dict[str, Cell] = {
     **{key: lambda row, key=key: str(row[key]) for key in ("precision", "batch", "source_tokens", "beams")},
     "ms/token": lambda row: f"{step_ms(row):.2f}",
     "tokens/s": lambda row: f"{row['new_tokens'] * row['batch'] / median(row['latency_s']):.0f}",
-    "ratio": lambda row: f"{row['ratio']:.2f}x",
+    **{key: BOARD[key] for key in ("ratio", "range")},
 }
 BERT: dict[str, Cell] = {
     **{key: lambda row, key=key: row.get(key, "–") for key in ("cell", "rung", "adds", "on")},
@@ -36,11 +36,11 @@ BERT: dict[str, Cell] = {
     "MB": lambda row: f"{row['size_bytes'] / 1e6:.1f}",
 }
 BOARDS = (
-    ("scoreboard-mini.json", "The bundled model", BOARD),
-    ("scoreboard-t5-small.json", "t5-small's size", BOARD),
-    ("ladder.json", "From the naive loop upwards", {"cell": lambda row: row["cell"], **LADDER}),
-    ("peers-cpu.json", "Beside its peers, AMD EPYC", PEERS),
-    ("peers-cpu-intel.json", "Beside its peers, Intel Xeon", PEERS),
+    ("scoreboard-mini-amd.json", "The bundled model", BOARD),
+    ("scoreboard-t5-small-amd.json", "t5-small's size", BOARD),
+    ("ladder-amd.json", "From the naive loop upwards", {"cell": lambda row: row["cell"], **LADDER}),
+    ("peers-amd.json", "Beside its peers, AMD EPYC", PEERS),
+    ("peers-intel.json", "Beside its peers, Intel Xeon", PEERS),
     ("peers-families.json", "Other families beside their peers", {"model": lambda row: row["model"], **PEERS}),
     ("peers-gemma.json", "T5Gemma beside its peers", {"model": lambda row: row["model"], **PEERS}),
     ("bert.json", "A BERT that answers questions", BERT),

@@ -81,8 +81,8 @@ def times_as_fast(cards: Cards, cells: Sequence[str]) -> dict[str, dict[str, flo
                 theirs = row.get("reference", REFERENCE)
                 if system == theirs or theirs not in rows or (system == STATIC and cell != "t5-small"):
                     continue  # what launching costs is shown once
-                value = paired_ratio(rows.values(), system, theirs)  # None where they did not take turns
-                if (value := row.get("ratio") if value is None else value) is not None:
+                paired = paired_ratio(rows.values(), system, theirs)  # None where they did not take turns
+                if (value := (paired or row).get("ratio")) is not None:
                     found.setdefault(system if len(cells) == 1 else f"{cell}: {system}", {})[card] = value
     return found
 

@@ -1,7 +1,7 @@
 """Climb both ladders: random weights of t5-small's size, and the bundled model on real texts.
 
-python -m bench.record.ladder --json data/results/ladder.json
-python -m bench.record.ladder --draw data/results/ladder.json --plot docs/ladder.png --only 256 summaries
+python -m bench.record.ladder --json data/results/ladder-amd.json
+python -m bench.record.ladder --draw data/results/ladder-amd.json --plot docs/ladder.png --only 256 summaries
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measure our engine beside its peers on a grid: `make peers` calls this.
 
 Environments lie in build/peers/NAME, made from requirements/peers/NAME.txt. An interrupted run goes on where it
-stopped; ``data/results/peers-cpu.json`` is a run. ``--grid families`` measures models of other families.
+stopped; ``data/results/peers-amd.json`` is a run. ``--grid families`` measures models of other families.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def show(rows: list[Row], picture: Path) -> None:
     for title, board in boards.items():
         print(f"\n{title}")
         for standing in board:
-            print(f"  {standing.model:24} {cell_label(standing.cell):34} {standing.ratio:5.2f}x  {standing.peer}")
+            print(f"  {standing.model:24} {cell_label(standing.cell):34} {standing}  {standing.peer}")
     if any(boards.values()):  # there was a peer
         plot_standings(boards, picture)
         print(f"\n{picture}")

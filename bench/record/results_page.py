@@ -15,7 +15,7 @@ from bench.results import load_results
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MARKED = re.compile(r"(<!-- data/results/(\S+\.json) -->\n```text\n)(.*?)(?=\n```)", re.DOTALL)
-PEERS = {"peers-cpu.png": ("peers-cpu.json", "peers-cpu-intel.json"), "peers-families.png": ("peers-families.json",)}
+PEERS = ("peers-amd", "peers-intel", "peers-families")
 LADDERS = ("256", "summaries")  # what the titles of the ladders in the picture hold
 
 
@@ -33,13 +33,13 @@ def _table(file: str) -> str:
 
 def pictures(folder: Path) -> None:
     """Every picture of the page, into ``folder``."""
-    for name, files in PEERS.items():
-        records = map(load_results, files)
-        figures.plot_peers({record["machine"]["cpu"]: record["rows"] for record in records}, folder / name)
-    ladders = by_ladder(load_results("ladder.json")["rows"])
+    for name in PEERS:
+        record = load_results(f"{name}.json")
+        figures.plot_peers({record["machine"]["cpu"]: record["rows"]}, folder / f"{name}.png")
+    ladders = by_ladder(load_results("ladder-amd.json")["rows"])
     shown = {title: rows for title, rows in ladders.items() if any(part in title for part in LADDERS)}
     figures.plot_ladders(shown, folder / "ladder.png")
-    figures.plot_board(load_results("scoreboard-t5-small.json")["rows"], folder / "scoreboard.png")
+    figures.plot_board(load_results("scoreboard-t5-small-amd.json")["rows"], folder / "scoreboard.png")
 
 
 if __name__ == "__main__":

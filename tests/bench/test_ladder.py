@@ -41,7 +41,7 @@ from t5accel.parity import ParityError
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDED = ROOT / "data/results/ladder.json"
+RECORDED = ROOT / "data/results/ladder-amd.json"
 SIZES = dict(vocab_size=8000, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2)
 JOB = Natural(texts=3, longest=6)
 QUICK: dict[str, Any] = dict(rounds=2, threads=1, limit=0, peak_memory=False)

@@ -83,7 +83,7 @@ def test_all_read_the_same_sources():
     assert asked[0].shape == (2, 5) and asked[0].min() >= 3
     for entry in rows:
         assert cell_of(checked(entry)) == CELL and (entry["model"], entry["threads"]) == ("toy", 2)
-    assert paired_ratio(rows, "b", "a") == rows[1]["ratio"]
+    assert paired_ratio(rows, "b", "a")["ratio"] == rows[1]["ratio"]
 
 
 def test_other_tokens_are_counted_and_not_hidden():
@@ -121,6 +121,7 @@ def test_we_stand_beside_the_best_peer_of_our_precision():
             row("tiny", [0.1] * 3, precision="int8"), row("broken", []), row(OURS, [2.0], other),
             row(OPTIMUM, [1.0], other)]  # fmt: skip
     assert list(peer_results(rows)) == [PeerResult(CELL, OPTIMUM, 2, "toy"), PeerResult(other, OPTIMUM, 0.5, "toy")]
+    assert [*map(str, peer_results(rows))] == ["2.00x (1.50–9.00)", "0.50x (0.50–0.50)"]
     assert list(peer_results(rows, precision="int8")) == [PeerResult(CELL, "tiny", 0.1, "toy")]
     twice_as_slow = {"latency_s": [2, 2, 2], "ratio_samples": [4, 4, 4]}  # in a later run, when the reference was, too
     again = [one | twice_as_slow if one["system"] == OURS else one for one in rows[:4]]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -10,6 +11,7 @@ import pytest
 from bench.evaluation import MAIN_SCORES
 from bench.ladder import by_ladder, fastest
 from bench.peers import (
+    BEAM_SEARCH,
     GRID,
     OPTIMUM,
     OURS,
@@ -18,7 +20,9 @@ from bench.peers import (
     OURS_INT4,
     OURS_INT8,
     OURS_OPENVINO,
+    PEERS,
     REFERENCE,
+    PeerResult,
     cell_label,
     cell_of,
     int8_for,
@@ -129,7 +133,7 @@ def test_the_card_of_the_model_tells_its_recorded_quality() -> None:
 
 def test_the_readme_says_how_high_the_ladders_are() -> None:
     text = " ".join(README.split())
-    ladders = by_ladder(read("ladder.json")["rows"])
+    ladders = by_ladder(read("ladder-amd.json")["rows"])
     ends = [
         (title, fastest(rows, at_once=at_once)["ratio"])
         for title, rows in ladders.items() for at_once in {row["batch"] > 1 for row in rows} if "64 forced" not in title
@@ -276,36 +280,45 @@ def test_the_readme_says_how_models_of_other_families_stand(name: str, heading: 
 
 
 def test_the_peers_were_measured_on_the_whole_grid_and_the_readme_says_how_we_stand() -> None:
-    rows, others = read("peers-cpu.json")["rows"], read("peers-cpu-intel.json")["rows"]
+    rows, others = read("peers-amd.json")["rows"], read("peers-intel.json")["rows"]
     assert {cell_of(row) for row in rows} == {*GRID} == {*map(cell_of, others), Work(32, 512, 16, 4)}
     for row in rows + others:
         assert "failed" in row or len(row["latency_s"]) >= 3, f"{row['system']} in {cell_of(row)}"
         if row["precision"] == "fp32" and row["system"].startswith("t5accel"):
             assert row["equal"] == row["of"], f"{row['system']} in {cell_of(row)}"
-    boards = [
-        [result for result in peer_results(made, ours=ours) if (result.cell.batch == 1) == one]
-        for ours in (OURS, OURS_EXACT) for one in (True, False) for made in (rows, others)
-    ] + [list(peer_results(rows, ours=OURS_OPENVINO))] + [
-        list(peer_results(made, ours=int8_for, precision="int8")) for made in (rows, others)
-    ] + [
-        # In the largest cell, where not all fit in memory together, these two were measured apart.
-        [
-            *peer_results(rows, ours=OURS_GENERATE, peers=[OPTIMUM]),
-            *peer_results(read("peers-cpu-largest.json")["rows"], ours=OURS_GENERATE, peers=[OPTIMUM]),
-        ],
-        [*peer_results(others, ours=OURS_GENERATE, peers=[OPTIMUM])],
-    ]  # fmt: skip
-    assert [len(board) for board in boards] == [6, 6, 12, 11, 3, 3, 6, 6, 6, 18, 17, 18, 17]
+
+    def one_and_many(board: Iterable[PeerResult]) -> list[list[PeerResult]]:
+        board = list(board)
+        return [[result for result in board if (result.cell.batch == 1) == one] for one in (True, False)]
+
+    def without_the_operator(precision: str) -> list[str]:
+        return [one.name for one in PEERS if not one.ours and one.precision == precision and BEAM_SEARCH not in one.name]
+
+    boards = []
+    for ours in (OURS, OURS_EXACT):
+        amd, intel = (one_and_many(peer_results(made, ours=ours)) for made in (rows, others))
+        boards += [amd[0], intel[0], amd[1], intel[1]]
+    boards.append([*peer_results(rows, ours=OURS_OPENVINO)])
+    boards += [[*peer_results(made, ours=int8_for, precision="int8")] for made in (rows, others)]
+    boards += one_and_many(peer_results(rows, peers=without_the_operator("fp32")))
+    boards.append([*peer_results(rows, ours=int8_for, precision="int8", peers=without_the_operator("int8"))])
+    boards += [[*peer_results(made, ours=OURS_GENERATE, peers=[OPTIMUM])] for made in (rows, others)]
+    assert [len(board) for board in boards] == [6, 6, 12, 11, 3, 3, 6, 6, 6, 18, 17, 6, 12, 18, 18, 17]
     for ours in (OURS, OURS_INT8):  # beside transformers itself
         for made in (rows, others):
             found = peer_results(made, ours=ours, peers=[REFERENCE])
             boards.append([one for one in found if (one.cell.batch, one.cell.beams) == (1, 1)])
     text = " ".join(README.split())
     section = text.split("## Beside its peers")[1].split(" ## ")[0]
-    quoted = re.findall(r"(\d\.\d\d)–(\d\.\d\d)", section)
+    quoted = re.findall(r"(\d+\.\d\d)–(\d+\.\d\d)", section)
     ratios = [[result.ratio for result in board] for board in boards]
     assert quoted == [(f"{min(each):.2f}", f"{max(each):.2f}") for each in ratios]
-    for result in (one for made in (rows, others) for one in peer_results(made)):
+    steps_rule = [one for one in peer_results(rows) if one.cell.batch == 1 or one.cell.batch * one.cell.source_tokens == 256]
+    nearer = [one.cell.beams for one in steps_rule if one.ratio < 1.15]
+    assert f"{len(nearer)} of these {len(steps_rule)} cells, all with 4 beams" in section and {*nearer} == {4}
+    assert max(one.ratio for one in peer_results(rows, ours=int8_for, precision="int8")) < 1.5, "no cell reaches it"
+    integers = [one for made in (rows, others) for one in peer_results(made, ours=int8_for, precision="int8")]
+    for result in (*integers, *(one for made in (rows, others) for one in peer_results(made))):
         assert result.ratio >= 1 or f"{cell_label(result.cell)}, {result.ratio:.2f}x" in section
 
 

@@ -83,14 +83,14 @@ def test_every_recorded_speed_is_on_the_boards() -> None:
     page = pages.boards()
     found = Tables(page)
     files = [name for name, _, _ in pages.BOARDS if load_results(name)["rows"]]
-    assert len(found.tables) == len(files) == page.count("\n## ") and "scoreboard-mini.json" in files
+    assert len(found.tables) == len(files) == page.count("\n## ") and "scoreboard-mini-amd.json" in files
     for name, table, marks in zip(files, found.tables, found.marks, strict=True):
         timed = [row for row in load_results(name)["rows"] if row["measured"] == "speed" and "latency_s" in row]
         assert len(table) == len(timed) + 1 and {len(row) for row in table} == {len(marks)}
         assert {"data-filter"} in marks and any("data-plot" in one for one in marks)
         rates = [float(row[table[0].index("tokens/s")]) for row in table[1:]]
         known = [(rate, row["tokens_per_s"]) for rate, row in zip(rates, timed, strict=True) if "tokens_per_s" in row]
-        assert len(known) > 5 or name == "peers-cpu-intel.json", "only that one has latencies alone"
+        assert len(known) > 5 or name == "peers-intel.json", "only that one has latencies alone"
         assert all(shown == pytest.approx(rate, abs=0.51) for shown, rate in known)
 
 
