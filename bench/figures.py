@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import log, nan
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from bench.ladder import fastest, inside, way_to
@@ -402,7 +403,7 @@ def _heat_map(axes: Axes, standings: Sequence[PeerResult]) -> None:
         for x, column in enumerate(across):
             if one := found.get((row, column)):
                 logs[y][x] = log(one.ratio) / log(WIDEST)
-            text = f"{one}\n{one.peer}" if one else "not measured"
+            text = f"{one}\n{fill(one.peer, 16)}" if one else "not measured"
             axes.text(x, y, text, ha="center", va="center", fontsize=9, color="black" if one else "0.4")
     _shade(axes, logs, down, across, cmap="RdBu", vmin=-1, vmax=1)
     axes.set_xlabel("batch" if by_model else "source tokens")

@@ -57,7 +57,7 @@ def accelerate(
         precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (in torch only), ``"int8"``, ``"int4"``, a `recipes.Recipe`, or
             a type of torch such as ``torch.float16``; by default fp32, or that of a given export, which runs in no
             other. Quality is not measured here: `gate.quantize` accepts a model only within a given loss.
-        tuned_for: ``"latency"``, for one text, or ``"throughput"``, for many texts or beams, where int8 computes otherwise.
+        tuned_for: ``"latency"``, for one text, or ``"throughput"``, for several or for beams: int8 computes otherwise.
         device: ``"cpu"`` or ``"cuda"``, the first GPU that the process sees.
         runtime: ``"onnx"``, ``"torch"``, ``"tensorrt"`` (on a GPU) or ``"openvino"``, which is ONNX Runtime with an
             encoder that is faster for large batches in fp32 (`openvino_encoder`). By default torch for bf16 and for

@@ -68,7 +68,7 @@ def race(cell: str, runs: Mapping[str, Tokens], work: Work, rounds: int, **more:
 
 
 def their_loop(model: Any, ids: np.ndarray, tokens: int, beams: int = 1, use_cache: bool = True) -> Tokens:
-    """transformers' ``generate`` at a forced length, in its own loop: ours is taken where tokens alone are asked for."""
+    """transformers' ``generate`` at a forced length, in its own loop: ours runs where only tokens are asked for."""
     options = {"use_cache": use_cache, "return_dict_in_generate": True}
     return partial(by_generate(model, **options), ids, np.ones_like(ids), tokens, tokens, beams)
 
