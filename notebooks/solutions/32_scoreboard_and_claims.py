@@ -8,7 +8,7 @@ def judge(ratios, claimed):
     return "undecided" if max(ratios) >= 0.9 * claimed else "refuted"
 
 
-# %% Exercise 1: the naive loop gets slower with the length, so the cache brings more: an equal factor is a smaller part.
+# %% Exercise 1: the naive loop slows down with the length: the cache brings more, equal factors are less of the whole.
 share, factor = {}, {}
 for tokens in (64, 256):
     rows = ladders[f"random:t5-small, {tokens} forced tokens"]

@@ -936,7 +936,11 @@ def reply(server: Process, content: bytes, *, ends: bool = False) -> bytes:
 
 
 def open_sockets(server: Process) -> int:
-    return sum(1 for one in Path(f"/proc/{server.process.pid}/fd").iterdir() if "socket:" in os.readlink(one))
+    count = 0
+    for one in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            count += "socket:" in os.readlink(one)
+    return count
 
 
 def silent(server: Process, content: bytes) -> socket.socket:
