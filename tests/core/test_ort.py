@@ -708,7 +708,8 @@ def forked():
         os._exit(child())
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
-assert forked() == 0  # nothing ran
+first = forked()
+assert first == 0, first  # nothing ran
 stop = threading.Event()
 def work():
     while not stop.is_set():
