@@ -686,6 +686,7 @@ def test_a_pickle_of_another_export_is_refused(exported, tiny_t5, tmp_path: Path
 FORKED = """
 import os, signal, sys, threading
 import numpy as np
+from t5accel.backends import ort_session
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.greedy_search import greedy
@@ -708,8 +709,10 @@ def forked():
         os._exit(child())
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
+pauses, sleep = [], ort_session.time.sleep
+ort_session.time.sleep = lambda seconds: (pauses.append(seconds), sleep(seconds))
 first = forked()
-assert first == 0, first  # nothing ran
+assert first == 0 and pauses == [ort_session.SETTLE_S], (first, pauses)  # nothing ran
 stop = threading.Event()
 def work():
     while not stop.is_set():
