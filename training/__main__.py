@@ -23,7 +23,7 @@ def train(
     out: OutOption,
     steps: Annotated[
         int | None,
-        typer.Option(help="Training steps. Give more later, and the run goes on. Default: 6500, 4500, 6600, 8300; the bundled model's first stage took 9000."),
+        typer.Option(help="Training steps. Give more later, and the run goes on. Default: 6500, 4500, 6600, 8300."),
     ] = None,
     stage: Annotated[
         int, typer.Option(min=1, max=4, help="2: learn whose fact is asked for; 3: grow, longer sentences; 4: go on.")
