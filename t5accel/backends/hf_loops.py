@@ -220,14 +220,11 @@ class BackendLoops:
         # A caller's own criterion or processor takes the place of the one that generate() makes, with other numbers.
         whole, ends = generation_config.max_length, tuple(generation_config._eos_token_tensor.reshape(-1).tolist())
         forces = [each for each in logits_processor if type(each) is ForcedEOSTokenLogitsProcessor]
+        known = [each.eos_token_id.reshape(-1).tolist() for each in by_type.values() if hasattr(each, "eos_token_id")]
         if (
             not float(whole).is_integer()
             or any(each.max_length != whole for each in (by_type[MaxLengthCriteria], *forces))
-            or any(
-                each.eos_token_id.reshape(-1).tolist() != [*ends]
-                for each in by_type.values()
-                if hasattr(each, "eos_token_id")
-            )
+            or any(tuple(one) != ends for one in known)
             or any(not 0 <= end < self.backend.vocab_size for end in ends)
         ):
             return None
