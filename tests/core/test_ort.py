@@ -248,11 +248,8 @@ def test_settings_change_no_number(exported, opened, padded_batch, options: dict
 def test_a_run_may_outlive_its_backend(exported, padded_batch) -> None:
     """ONNX Runtime only points to the weights that both graphs share."""
     backend = OrtNumpy(exported(), settings=ONE_THREAD)
-    encoder, names, inputs = (
-        backend.encoder,
-        backend.cross_names,
-        dict(zip(("input_ids", "attention_mask"), padded_batch, strict=True)),
-    )
+    encoder, names = backend.encoder, backend.cross_names
+    inputs = dict(zip(("input_ids", "attention_mask"), padded_batch, strict=True))
     before = encoder.run(names, inputs)
     assert backend._weights and encoder.weights is backend._weights
     backend.close()
