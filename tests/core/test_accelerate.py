@@ -162,3 +162,16 @@ def test_without_torch_a_sentence_says_what_to_install() -> None:
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, second = answer.stdout.splitlines()
     assert "open_backend" in first and all(install("cpu") in line for line in (first, second))
+
+
+def test_without_transformers_a_tokenizer_of_its_own_says_what_to_install(tmp_path) -> None:
+    for name in ("config.json", "source.spm", "target.spm", "vocab.json"):  # as Marian has it
+        (tmp_path / name).write_text("{}")
+    program = (
+        "import sys\nsys.modules['transformers'] = sys.modules['torch'] = None\n"
+        "from t5accel.errors import MissingPackageError\nfrom t5accel.tokenization import tokenizer_of\n"
+        "try:\n    tokenizer_of(sys.argv[1])\nexcept MissingPackageError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert answer == f"The tokenizer of {tmp_path} needs transformers: {install('cpu')}.\n"
