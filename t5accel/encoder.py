@@ -373,7 +373,5 @@ def quantize_encoder(
             said = ", ".join(f"{name} {lost[name]:.3g} (allowed {max_loss[name]:g})" for name in over)
             raise GateError(f"In {precision} the encoder lost {said}. Nothing was written.")
 
-    export_encoder(model, folder, precision=precision, overwrite=overwrite, gate=(gate, max_loss))
-    if not scores:  # the same export was there already
-        gate(as_folder(folder))
+    export_encoder(model, folder, precision=precision, overwrite=overwrite, check=gate, max_loss=max_loss)
     return scores

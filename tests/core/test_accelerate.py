@@ -176,3 +176,16 @@ def test_stop_strings_of_a_model_end_its_answers(mini, saved) -> None:
     backend = open_backend(saved(model), progress=False)[0]
     found = by_defaults(backend, max_new_tokens=20)(batch["input_ids"].numpy(), batch["attention_mask"].numpy())
     assert found.tolist() == expected[:, 1:].tolist()
+
+
+def test_without_transformers_a_tokenizer_of_its_own_says_what_to_install(tmp_path) -> None:
+    for name in ("config.json", "source.spm", "target.spm", "vocab.json"):  # as Marian has it
+        (tmp_path / name).write_text("{}")
+    program = (
+        "import sys\nsys.modules['transformers'] = sys.modules['torch'] = None\n"
+        "from t5accel.errors import MissingPackageError\nfrom t5accel.tokenization import tokenizer_of\n"
+        "try:\n    tokenizer_of(sys.argv[1])\nexcept MissingPackageError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert answer == f"The tokenizer of {tmp_path} needs transformers: {install('cpu')}.\n"

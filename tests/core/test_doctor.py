@@ -1,6 +1,7 @@
 """The doctor on installations that lack this and that."""
 
 from importlib import metadata
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -69,8 +70,10 @@ def test_transformers_must_be_of_a_supported_line(installed, version, ok):
     assert (check.ok, check.found) == (ok, version) and (ok or "transformers>=4.57,<6" in check.remedy)
 
 
-def test_one_onnxruntime_is_right_two_are_wrong_and_none_is_optional(installed):
+def test_one_onnxruntime_is_right_two_are_wrong_and_none_is_optional_where_torch_is(installed):
     installed()
+    assert doctor._onnxruntime().ok is doctor._of_torch("torch").ok is doctor._transformers().ok is False
+    installed(torch="2.9.1")
     assert doctor._onnxruntime().ok is None and install("cpu") in doctor._onnxruntime().remedy
     for name in ("onnxruntime", "onnxruntime_gpu"):
         installed(**{name: "1.23.2"})
@@ -114,6 +117,28 @@ def test_the_gpu_is_optional_and_a_torch_that_does_not_load_is_reported(installe
     assert doctor._gpu().ok is False and "libcudart.so.13" in doctor._gpu().remedy
     installed()
     assert doctor._gpu().ok is None  # no torch: the check for torch says so
+
+
+def test_exports_run_without_torch_and_transformers(installed):
+    installed(t5accel="0.1", onnxruntime="1.23.2", onnx="1.16", tokenizers="0.22")
+    checks = {check.name: check for check in diagnose()}
+    assert [check for check in checks.values() if check.ok is False] == []
+    assert checks["torch"].ok is checks["transformers"].ok is None and checks["torch"].remedy == install("cpu")
+
+
+def test_a_source_tree_an_old_node_and_a_file_in_place_of_the_cache(installed, tmp_path, monkeypatch):
+    installed(transformers="5.0.0")
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: (_ for _ in ()).throw(metadata.PackageNotFoundError))
+    assert (doctor._transformers().ok, doctor._transformers().found) == (True, "present")
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: "node")
+    for said, ok in (("v20.11.0\n", True), ("v22.1.0", True), ("v20.9.0", None), ("v12.22.9", None), ("", None)):
+        answer = CompletedProcess([], not said, said, "")
+        monkeypatch.setattr(doctor.subprocess, "run", lambda *_, answer=answer, **__: answer)
+        assert doctor._node().ok is ok and "20.11" in doctor._node().remedy
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below"):
+        monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / folder))
+        assert doctor._cache().ok is False
 
 
 @pytest.mark.parametrize(("capability", "advice"), [

@@ -18,6 +18,8 @@ from t5accel.encoder import quantize_encoder
 from t5accel.errors import ExportError, GateError, InputError, ModelUnavailableError, NotT5Error
 from t5accel.graphs import encoder_export
 from t5accel.graphs.encoder_export import EncoderSource, export_encoder
+from t5accel.graphs.export import export_model, model_weights
+from t5accel.graphs.export_cache import list_exports
 from t5accel.graphs.manifest import read_manifest
 from t5accel.models import stored_weights as stored
 from t5accel.models.families import BEYOND_T5, GEMMAS
@@ -99,6 +101,9 @@ def test_encoders_of_t5gemmas(kind):
     model = random_model(GEMMAS[kind], sizes(kind))
     ids, mask = ids_of(model)
     encoder = AcceleratedEncoder.from_pretrained(model, progress=False)
+    model.model.decoder.embed_tokens.register_buffer("delta", torch.ones(3))
+    with pytest.raises(NotT5Error, match="There is a weight model.decoder.embed_tokens.delta"):
+        model_weights(model)
     expected, real = own_states(model.model.encoder, ids, mask), mask == 1
     np.testing.assert_allclose(encoder.encode(ids, mask)[real], expected[real], atol=2e-5)
 
@@ -304,9 +309,59 @@ def test_a_gate_refuses_what_loses_too_much_and_writes_nothing(tmp_path):
     scores = quantize_encoder("mini", tmp_path / "int8", texts=TEXTS, max_loss={"cosine": 0.1, "retrieval": 0})
     assert 99.9 < scores["cosine"] < 100 and scores["retrieval"] == 100
     assert read_manifest(tmp_path / "int8").recipe["gate"] == {"max_loss": {"cosine": 0.1, "retrieval": 0}}
+    again = quantize_encoder("mini", tmp_path / "int8", texts=TEXTS, max_loss={"cosine": 0.1, "retrieval": 0})
+    assert again == scores, "of the export that is there"
     with pytest.raises(GateError, match="cosine .* \\(allowed 0.1\\)"):
         quantize_encoder("mini", tmp_path / "int4", "int4", texts=TEXTS, max_loss={"cosine": 0.1})
     assert not (tmp_path / "int4").exists()
     for wrong in (dict(max_loss={"bleu": 1}), dict(max_loss={}), dict(max_loss={"cosine": 1}, texts=["one"])):
         with pytest.raises(InputError, match="must"):
             quantize_encoder("mini", tmp_path / "out", **dict(texts=TEXTS) | wrong)
+
+
+def test_a_folder_that_changes_while_it_is_read_leaves_no_export(tmp_path, monkeypatch):
+    folder, write = saved(tmp_path / "model", random_t5(TINY), whole=True), encoder_export.write_export
+
+    def disturbed(*given, **options):
+        saved(folder, random_t5(TINY, seed=2), whole=True)
+        return write(*given, **options)
+
+    monkeypatch.setattr(encoder_export, "write_export", disturbed)
+    with pytest.raises(ExportError, match="model changed while it was read"):
+        AcceleratedEncoder.from_pretrained(folder, progress=False)
+    assert not list_exports()
+
+
+def test_padding_beyond_the_compared_entries(tmp_path):
+    model = random_t5(TINY | dict(vocab_size=1200, pad_token_id=1199))
+    encoder = AcceleratedEncoder.from_pretrained(saved(tmp_path, model, whole=True), progress=False)
+    ids, mask = batch(300)
+    expected = own_states(model.encoder, ids, mask)
+    np.testing.assert_allclose(encoder.encode(ids, mask)[mask == 1], expected[mask == 1], atol=2e-5)
+
+
+def test_a_reach_that_the_encoders_buckets_have(tmp_path):
+    """Half as many of them as in the decoder hold one distance each."""
+    model = random_t5(TINY | dict(relative_attention_max_distance=12))
+    ids, mask = batch(300)
+    found = AcceleratedEncoder.from_pretrained(model, progress=False).encode(ids, mask)
+    np.testing.assert_allclose(found, own_states(model.encoder, ids, mask), atol=2e-5)
+    with pytest.raises(NotT5Error, match="max_distance must be above 16 with 32 buckets, got 12"):
+        export_model(model, tmp_path / "x")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {"shared.weight": 7}}'])
+def test_an_index_without_files_is_damaged(tmp_path, content):
+    saved(tmp_path, random_t5(TINY), whole=True)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelUnavailableError, match="index.json is damaged: it has no weight_map"):
+        EncoderSource.of(tmp_path)
+
+
+def test_layers_without_end_are_refused(tmp_path):
+    config = json.loads((data_folder() / "mini-t5" / "config.json").read_text())
+    shutil.copytree(data_folder() / "mini-t5", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | dict(num_layers=10**9)))
+    with pytest.raises(ModelUnavailableError, match="num_layers must be at most 1000"):
+        EncoderSource.of(tmp_path / "model")

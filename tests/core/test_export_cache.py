@@ -16,7 +16,9 @@ from tokenizers.normalizers import Lowercase
 
 import t5accel.graphs.export_cache as module
 import t5accel.models.load as checkpoints
+from t5accel import AcceleratedEncoder
 from t5accel.api import accelerate, open_backend
+from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error, UnknownModelError
 from t5accel.graphs.export import export_model
@@ -28,8 +30,8 @@ from t5accel.graphs.export_cache import (
     list_exports,
     verified_manifest,
 )
-from t5accel.graphs.manifest import read_manifest, write_manifest
-from t5accel.models.load import hub_snapshot, load_model
+from t5accel.graphs.manifest import files_of_export, read_manifest, write_manifest
+from t5accel.models.load import data_folder, hub_snapshot, load_model
 from t5accel.tokenization import text_to_text
 
 
@@ -344,15 +346,15 @@ class FakeHub:
         shutil.rmtree(chosen)
         return self.hub / f"models--{name.replace('/', '--')}" / "snapshots" / ("1" * 40)
 
-    def one(self, name: str, file: str, *, cache_dir: str) -> str:
+    def one(self, name: str, file: str, *, cache_dir: str, revision: str | None) -> str:
         self.asked.append((name, file))
         if not (self.folder / file).is_file():
             raise FileNotFoundError(file)
         return str(self.send(name, [file]) / file)
 
-    def all(self, name: str, *, revision: str, allow_patterns: list[str], cache_dir: str) -> None:
+    def all(self, name: str, *, revision: str | None, allow_patterns: list[str], cache_dir: str) -> None:
         self.asked.append((name, revision, allow_patterns))
-        self.send(name, [file for file in allow_patterns if (self.folder / file).is_file()])
+        self.send(name, [file.name for file in self.folder.iterdir() if any(map(file.match, allow_patterns))])
 
 
 @pytest.fixture
@@ -511,3 +513,77 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_t5, tmp_path: Path, monkey
     monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "file"))
     with pytest.raises(ExportError, match="file"):
         cached_export(tiny_t5())
+
+
+@pytest.mark.parametrize("lacking", ["tokenizer", "model-00001"])
+def test_an_encoder_that_is_partly_in_the_hubs_cache_is_had_whole(hub: Path, tmp_path, monkeypatch, lacking) -> None:
+    """Without a tokenizer, as programs leave it that read weights alone; without a shard, as a download that stops."""
+    folder, name, shard = tmp_path / "sharded", "me/my-model", "model-00001-of-00001.safetensors"
+    shutil.copytree(data_folder() / "mini-t5", folder)
+    (folder / "model.safetensors").rename(folder / shard)
+    index = {"weight_map": dict.fromkeys(load_file(folder / shard), shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    fake = FakeHub(hub, folder, monkeypatch)
+    fake.send(name, [path.name for path in folder.iterdir() if not path.name.startswith(lacking)])
+    for _ in range(2):
+        assert AcceleratedEncoder.from_pretrained(name, progress=False).embed(["No"]).shape == (1, 256)
+    ((*_, revision, patterns),) = (asked for asked in fake.asked if len(asked) == 3)
+    assert revision == "1" * 40 and "pytorch_model*.bin" not in patterns
+
+
+def test_an_adapter_beside_weights_on_the_hub_is_refused(tiny_t5, hub: Path, tmp_path, monkeypatch) -> None:
+    """Which transformers loads without it, unless peft is installed."""
+    publish(hub, "me/tuned", tiny_t5(), "1" * 40)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    FakeHub(hub, tmp_path, monkeypatch)
+    monkeypatch.setattr(checkpoints, "_from_pretrained", lambda *_, **__: (tiny_t5(), None))
+    monkeypatch.setattr("t5accel.graphs.encoder_export.hub_download", lambda *_, **__: None)
+    for door in (checkpoints.load_model, AcceleratedEncoder.from_pretrained):
+        with pytest.raises(ModelUnavailableError, match="me/tuned holds an adapter"):
+            door("me/tuned")
+
+
+def test_a_hook_is_found_also_where_the_export_is_there(tiny_t5, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny_t5())
+    manifest = export_model(model, tmp_path / "x")
+    model.lm_head.register_forward_hook(lambda module, args, output: -output)
+    with pytest.raises(ExportError, match="other logits"):
+        export_model(model, tmp_path / "x")
+    assert export_model(model, tmp_path / "x", check_logits=False) == manifest
+
+
+def test_a_folder_that_is_being_written_is_neither_listed_nor_cleared(tiny_t5, monkeypatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr("t5accel.graphs.export.check_export", lambda *_: found.extend(clear_exports()))
+    folder = cached_export(tiny_t5())
+    assert found == [] and [entry.folder for entry in list_exports()] == [folder]
+
+
+def test_a_relative_folder_is_that_of_when_it_was_given(exported: Path, monkeypatch) -> None:
+    monkeypatch.chdir(exported.parent)
+    monkeypatch.setenv("T5ACCEL_CACHE", "cache")
+    backend, cached = OrtStatic(exported.name), cache_folder()
+    monkeypatch.chdir("/")
+    assert cached == exported.parent / "cache" / "exports"
+    prefix = [[0, *range(5, 15)]]  # so long that the portable decoder reads it, which is opened now
+    assert greedy(backend, [[5, 6, 1]], decoder_input_ids=prefix, max_new_tokens=2).decoder_calls == 2
+
+
+def test_a_bundled_name_is_no_folder(exported: Path, monkeypatch) -> None:
+    exported.rename(exported.parent / "mini")
+    monkeypatch.chdir(exported.parent)
+    assert find_export("mini") is None and find_export("./mini") == Path("mini")
+
+
+def test_a_given_tokenizer_is_in_the_key_of_a_model_that_lies_elsewhere(tiny_t5, mini, hub, monkeypatch) -> None:
+    """Outside of the hub's cache, as with TRANSFORMERS_CACHE."""
+    other = copy.deepcopy(mini[1])
+    SETTINGS["a token more"](other)
+    monkeypatch.setattr(module, "load_model", lambda name: (tiny_t5(), mini[1]))
+    assert cached_export("me/elsewhere") != cached_export("me/elsewhere", tokenizer=other)
+
+
+def test_a_damaged_export_with_bartphos_vocabulary_is_one_of_ours(exported: Path) -> None:
+    (exported / "dict.txt").write_text("a 1")
+    (exported / "manifest.json").write_text("")
+    assert {path.name for path in exported.iterdir()} <= files_of_export(exported)

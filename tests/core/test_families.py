@@ -5,6 +5,7 @@ Models are tiny, seeded, and of odd sizes: encoder and decoder differ in depth, 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Callable
@@ -46,7 +47,9 @@ from t5accel.graphs.manifest import write_manifest
 from t5accel.models.families import BEYOND_T5, SIZES, Family, family_of
 from t5accel.models.load import load_model
 from t5accel.models.random_init import random_model
+from t5accel.precision.calibration import CalibrationSample, collect_ranges
 from t5accel.precision.convert import convert_export
+from t5accel.precision.gate import text_score
 from t5accel.tokenization import TokenizerFile, text_to_text, tokenizer_of
 
 VOCABULARY, LONGEST, TOLERANCE = 83, 12, 2e-5
@@ -565,3 +568,52 @@ def test_marian_s_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
     batch = tokenizer(["the house is small", "a"], return_tensors="pt", padding=True)
     expected = model.generate(**batch, max_new_tokens=8, num_beams=1, do_sample=False)
     assert answer(["the house is small", "a"]) == tokenizer.batch_decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["bart", "m2m_100"])
+def test_weights_that_are_no_floats_or_nobodys_are_refused(kind: str) -> None:
+    """Codes of 8 bits, as bitsandbytes has them; a table of changed tokens, as peft adds one."""
+    model = copy.deepcopy(lively(kind))
+    model.model.decoder.embed_tokens.register_buffer("delta", torch.ones(3))
+    with pytest.raises(NotT5Error, match="There is a weight decoder.embed_tokens.delta"):
+        model_weights(model)
+    model = copy.deepcopy(lively(kind))
+    codes = torch.ones_like(model.model.encoder.layers[0].fc1.weight, dtype=torch.int8)
+    model.model.encoder.layers[0].fc1.weight = torch.nn.Parameter(codes, requires_grad=False)
+    with pytest.raises(NotT5Error, match="encoder.layers.0.fc1.weight must be in floating point, got torch.int8"):
+        model_weights(model)
+
+
+def test_a_model_with_a_copied_configuration_and_shared_weights(tmp_path: Path) -> None:
+    model = copy.deepcopy(lively("bart"))
+    model.config = copy.deepcopy(model.config)
+    layer = next(stack for stack in (model.model.encoder, model.model.decoder) if len(stack.layers) > 1).layers
+    layer[1].fc1.weight = layer[0].fc1.weight
+    assert export_model(model, tmp_path / "x").files, "compared with the model"
+
+
+def test_calibration_knows_both_vocabularies_and_the_positions(built: Built) -> None:
+    last, start = built.model.get_encoder().embed_tokens.num_embeddings - 1, built.open().decoder_start_token_id
+
+    def ranges(ids: Any, tokens: Any) -> Any:
+        sample = CalibrationSample(np.array([ids]), np.ones((1, len(ids)), np.int64), np.array([tokens]))
+        return collect_ranges(built.folder / "fp32", [sample])
+
+    assert ranges([5, last], [start, 5])
+    for ids, tokens, message in (
+        ([5, last + 1], [start], f"input_ids must lie in 0 … {last}"),
+        ([5] * 41, [start], "at most 40 tokens"),
+        ([5], [5] * 41, "at most 40 tokens"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ranges(ids, tokens)
+
+
+def test_scores_are_of_answers_that_the_positions_allow(tmp_path: Path, mini) -> None:
+    """Twice the tokens of the longest target may be more than there are positions."""
+    tokenizer, sizes = mini[1], odd_sizes("bart") | dict(max_position_embeddings=16, vocab_size=len(mini[1]))
+    export_model(random_model(BEYOND_T5["bart"], sizes), tmp_path / "x", tokenizer=tokenizer)
+    target = "The house is small and old, and the door is green."
+    assert 9 <= len(tokenizer(target)["input_ids"]) <= 16
+    rows = [{"source": "No", "target": target}]
+    assert text_score(rows, "exact_match", threads=1)(tmp_path / "x") == {"exact_match": 0}

@@ -34,10 +34,12 @@ from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream_text
 from t5accel.errors import InputError
+from t5accel.graphs.export import export_model
 from t5accel.models.families import BEYOND_T5
 from t5accel.models.load import data_folder
 from t5accel.models.prefixes import Languages, prefixes_of
 from t5accel.models.random_init import random_model
+from t5accel.precision.gate import text_score
 from t5accel.serve.app import make_app
 from t5accel.serve.batch.job import Model, Settings, run
 from t5accel.serve.request import GenerationRequest
@@ -548,3 +550,16 @@ def test_threads_ask_for_different_languages(make) -> None:
                          src_lang=language)(TEXTS)  # fmt: skip
 
     in_threads(lambda: work("fra_Latn"), lambda: work("deu_Latn"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_of_a_language_that_is_known(make, tmp_path: Path, kind: str) -> None:
+    made = make(kind)
+    model, score = copy.deepcopy(made.model), text_score([{"source": "a", "target": "b"}], "exact_match", threads=1)
+    if kind != "mbart":  # which starts its outputs with it
+        export_model(model, tmp_path / "unknown", tokenizer=made.tokenizer)
+        with pytest.raises(InputError, match="must name its outputs' language"):
+            score(tmp_path / "unknown")
+        model.generation_config.forced_bos_token_id = made.token(made.other)
+    export_model(model, tmp_path / "known", tokenizer=made.tokenizer)
+    assert score(tmp_path / "known").keys() == {"exact_match"}

@@ -23,7 +23,7 @@ from refused import refused
 from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
 
-from t5accel import accelerate
+from t5accel import AcceleratedEncoder, accelerate
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.distillation.importance import Gates
@@ -584,7 +584,7 @@ def test_an_adapter_is_refused_also_beside_weights(saved: Path, tmp_path: Path, 
     (saved / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     if not whole:
         (saved / "config.json").unlink()
-    for door in (load_model, accelerate):
+    for door in (load_model, accelerate, AcceleratedEncoder.from_pretrained):
         with pytest.raises(ModelUnavailableError, match=r"holds an adapter: .*merge_and_unload\(\)"):
             door(saved)
 
@@ -676,3 +676,29 @@ def test_a_hub_that_fails_although_it_resolves(offline: None, asked: list[Any], 
 def test_a_hub_model_that_cannot_be_read(offline: None, asked: list[Any]) -> None:
     with pytest.raises(ModelUnavailableError, match="google/flan-t5-small.*(unknown type|size mismatch)"):
         load_model("google/flan-t5-small")
+
+
+def test_exceptions_from_a_proxy_are_no_proxy(offline: None, monkeypatch) -> None:
+    monkeypatch.setenv("no_proxy", "localhost")
+    assert not checkpoints.hub_resolves()
+    monkeypatch.setenv("https_proxy", "http://proxy.invalid:3128")
+    assert checkpoints.hub_resolves()
+
+
+def test_weights_that_are_no_numbers_are_read_as_the_files_say(tiny_t5, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny_t5())
+    with torch.no_grad():
+        model.encoder.block[0].layer[0].SelfAttention.q.weight[:] = float("nan")
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)[0].state_dict()
+    assert all(
+        torch.equal(weight.nan_to_num(), loaded[name].nan_to_num()) for name, weight in model.state_dict().items()
+    )
+
+
+def test_layers_may_share_weights(tiny_t5, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny_t5())
+    for stack in (model.encoder, model.decoder):
+        first, second = (block.layer[-1].DenseReluDense for block in stack.block[:2])
+        second.wi.weight, second.wo.weight = first.wi.weight, first.wo.weight
+    assert export_model(model, tmp_path / "x").files, "compared with the model"

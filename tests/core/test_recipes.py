@@ -146,7 +146,7 @@ def test_what_is_written_is_read_again(recipe: Recipe) -> None:
 def test_every_difference_is_in_the_hash() -> None:
     one = Recipe("x", encoder=INT8, decoder=INT8, head=INT8, embedding=INT8)
     differences: list[dict[str, Any]] = [dict(name="y"), dict(dtype="float16"), dict(overrides=(("lm_head", None),)),
-                                         dict(overrides=(("lm_head", INT4),)), dict(kept=("lm_head",))]  # fmt: skip
+                                         dict(overrides=(("lm_head", INT4),))]  # fmt: skip
     others = dict(bits=4, block_size=32, accuracy_level=1, per_channel=False, reduce_range=True)
     changed = [replace(INT8, **{name: value}) for name, value in others.items()]
     for name in ("encoder", "decoder", "head", "embedding"):
@@ -186,7 +186,7 @@ def test_every_weight_of_a_model_belongs_to_its_group(tiny_t5, name: str) -> Non
     assert {group_of(f"{weight}.T") for weight in found} == set(found.values()), "as products have it"
     norms = {weight for weight, group in found.items() if group is None}
     assert norms and all("norm" in weight or "relative" in weight for weight in norms)
-    assert all(Recipe("x", kept=(group,)) for group in found.values() if group)
+    assert all(Recipe("x", overrides=((group, None),)) for group in found.values() if group)
 
 
 def three(stack: str, layer: int) -> list[str]:
