@@ -332,7 +332,7 @@ def test_reorders_only_when_the_order_changes() -> None:
 @settings(deadline=None, max_examples=25)
 @given(st.sampled_from([np.nan, np.inf, -np.inf]), st.integers(0, 2**16))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_logits_that_are_not_finite_raise_nothing(value: float, seed: int) -> None:
+def test_logits_that_are_not_finite_are_left_out_or_refused(value: float, seed: int) -> None:
     class Broken(Toy):
         def step(self, state: Any, input_ids: np.ndarray) -> np.ndarray:
             rng = np.random.default_rng([seed, len(self.calls)])
@@ -340,8 +340,12 @@ def test_logits_that_are_not_finite_raise_nothing(value: float, seed: int) -> No
             logits[rng.random(logits.shape) < rng.choice([0.1, 1.0])] = value
             return logits
 
-    result = beam_search(Broken(), [[9], [4]], num_beams=3, num_return_sequences=2, max_new_tokens=6)
-    assert len(result.sequences) == len(result.scores) == 4
+    try:
+        result = beam_search(Broken(), [[9], [4]], num_beams=3, num_return_sequences=2, max_new_tokens=6)
+    except ValueError as error:
+        assert "logits must be finite" in str(error)
+    else:
+        assert len(result.sequences) == len(result.scores) == 4 and np.isfinite(result.scores[::2]).all()
 
 
 # Top-k
@@ -377,6 +381,14 @@ def test_top_k_equals_a_sort(vocab_size, batch, rows, count, scale, seed, data: 
     assert_close(found, -np.sort(-flat, axis=1)[:, :count], atol=2e-5, rtol=2e-6)
     assert_close(found, np.take_along_axis(flat, row * vocab_size + token, axis=1), atol=2e-5, rtol=2e-6)
     assert all(len(set(chosen)) == count for chosen in (row * vocab_size + token).tolist()), "none twice"
+
+
+def test_top_k_of_less_permitted_tokens_stays_in_the_vocabulary() -> None:
+    """1009 is a prime: no grid holds it, and its places behind the vocabulary are as unlikely as suppressed tokens."""
+    never = tuple({*range(1009)} - {1, 5, 6})
+    logits, scores = np.zeros((1, 2, 1009), dtype=np.float32), np.zeros((1, 2))
+    found, _, tokens = BeamTopK(1009).best(logits, scores, 16, suppressed=never)
+    assert tokens.max() < 1009 and sorted(tokens[np.isfinite(found)].tolist()) == [1, 1, 5, 5, 6, 6]
 
 
 # Invalid input

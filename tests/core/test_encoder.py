@@ -120,11 +120,12 @@ def test_a_call_is_that_of_transformers(mini):
         encoder(ids, output_hidden_states=True)
 
 
-@pytest.mark.parametrize("mistake", ["ids", "mask", "none", "text"])
+@pytest.mark.parametrize("mistake", ["ids", "mask", "none", "text", "ragged"])
 def test_bad_inputs_are_refused(mistake, mini):
     encoder = AcceleratedEncoder.from_pretrained(mini, progress=False)
     ids, mask = batch(100)
     given = {"ids": (ids + 10**6, mask), "mask": (ids, np.zeros_like(mask)), "none": (None, None), "text": ("a", None)}
+    given["ragged"] = [[5, 6], [7]], None
     with pytest.raises(InputError):
         encoder(*given[mistake])
 
@@ -236,11 +237,27 @@ def test_embeddings_are_pooled_as_asked_and_in_order(mini):
         encoder.embed(TEXTS, pooling="first", batch_tokens=1), [vectors[0] for vectors in states], atol=1e-5
     )
     assert encoder.embed([]).shape == (0, encoder.config.d_model)
+    for texts in (np.array(TEXTS), (text for text in TEXTS)):
+        np.testing.assert_array_equal(encoder.embed(texts), encoder.embed(TEXTS))
     for wrong in (dict(pooling="max"), dict(batch_tokens=0)):
         with pytest.raises(InputError, match=f"{next(iter(wrong))} must be"):
             encoder.embed(TEXTS, **wrong)
     with pytest.raises(InputError, match="texts must be a list"):
         encoder.embed("one text")
+
+
+def test_a_long_text_pads_no_others_while_they_are_tokenized(mini, monkeypatch):
+    encoder, tokenized = AcceleratedEncoder.from_pretrained("mini", progress=False, max_source_tokens=64), []
+    wrapped = encoder.tokenizer
+    encoder.tokenizer = lambda texts, **options: tokenized.append(texts) or wrapped(texts, **options)
+    expected = encoder.embed(TEXTS, batch_tokens=16)
+    assert len(tokenized) == 1
+    with pytest.raises(InputError, match="at most max_source_tokens"):
+        encoder.embed([*TEXTS, "long " * 30_000])
+    assert tokenized[1:] == [["long " * 30_000]]
+    monkeypatch.setattr("t5accel.encoder.CHARACTERS", 30)
+    np.testing.assert_allclose(encoder.embed(TEXTS, batch_tokens=16), expected, atol=1e-6)
+    assert tokenized[2:] == [[TEXTS[3]], [TEXTS[1]], [TEXTS[0], TEXTS[2]]]
 
 
 def test_what_sentence_transformers_adds_is_not_left_out(mini, tmp_path):
@@ -259,6 +276,7 @@ def test_an_export_is_cached_opened_alone_and_told_from_a_whole_models(mini, tmp
     assert manifest.is_encoder_only and set(manifest.files) > {"encoder_only.onnx", "weights.data", "tokenizer.json"}
     encoder = AcceleratedEncoder.from_pretrained(tmp_path / "int8")
     assert encoder.precision == "int8" and encoder.embed(TEXTS).shape == (4, 256)
+    assert AcceleratedEncoder.from_pretrained(tmp_path / "int8", precision="auto").precision == "int8"
     tokenizer = load_model("mini")[1]
     given = AcceleratedEncoder.from_pretrained(tmp_path / "int8", tokenizer=tokenizer)
     tokenizer.padding_side = "left"

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import broken
 from refused import refused
+from test_families import lively
 
 from t5accel.backends.torch_eager import TorchEager, TorchSource
 from t5accel.decoding import encoder_cache
@@ -141,6 +142,18 @@ def check(cache: Any, plain: Any, batches: Sequence[Batch]) -> None:
     for batch, logits, tokens in zip(batches, expected, sequences, strict=True):
         assert_close(logits_of(cache, batch), logits, atol=ATOL_LOGITS)
         np.testing.assert_array_equal(tokens_of(cache, batch), tokens)
+
+
+@pytest.mark.parametrize("kind", ["bart", "m2m_100"])
+def test_what_moves_absolute_positions_is_part_of_the_text(kind: str) -> None:
+    """Columns in front; of M2M100, which counts ids, those that are masked and no padding."""
+    backend = TorchEager(lively(kind))
+    pad = backend.pad_token_id
+    ids = np.array([[5, 6, 7, 8], [pad, 6, 7, 8], [9, 6, 7, 8], [5, 9, 7, 8], [6, 7, 8, pad]])
+    mask = np.array([[1, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 1, 0]])
+    expected, found = (backend.split(one.encode(ids, mask)) for one in (backend, EncoderCache(backend)))
+    for row, cached in zip(expected, found, strict=True):
+        assert_close(cached.hidden, row.hidden, atol=ATOL_HIDDEN)
 
 
 def test_masks_and_holes_are_part_of_the_text(tiny_t5) -> None:

@@ -96,6 +96,18 @@ def test_searches_its_own_output() -> None:
     np.testing.assert_array_equal(found.sequences, greedy(Circles(), [[11]], max_new_tokens=42).sequences)
 
 
+def test_a_vocabulary_of_the_sources_own_is_not_copied() -> None:
+    class Two(ToyBackend):
+        source_vocab_size = 40
+
+        def next(self, source: list[int], past: list[int]) -> np.ndarray:
+            assert max(past) < 12, "the decoder should have an entry for every token that it reads"
+            return np.eye(12)[(past[-1] + 1) % 12 or 2]
+
+    found = prompt_lookup(Two(), [[2, 3, 30, 31]], max_new_tokens=9, min_new_tokens=9, decoder_input_ids=[[2]])
+    assert found.sequences.tolist() == [[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]] and not found.drafted
+
+
 # On runtimes and on the bundled model
 
 

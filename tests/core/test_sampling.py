@@ -207,10 +207,19 @@ def test_sources_leave_when_all_their_rows_have_ended() -> None:
 # Invalid input
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_are_refused(value: float) -> None:
+    chain = Chain()
+    chain.logits[:] = value
+    for top_p in (1.0, 0.9):
+        refused(partial(sample, chain, [[2]], max_new_tokens=4), "top_p", top_p, match="logits must be finite")
+
+
 def test_invalid_options() -> None:
     call = partial(sample, Chain(), [[3]])
     refused(call, "seed", -1, 0.5, None)
     refused(call, "num_return_sequences", 0)
+    refused(partial(sample, Chain(), [[3], [3]]), "decoder_input_ids", [[0, 2], [3, 4]], match="in all rows or in none")
     refused(call, "beams", 3, match="beams")
     refused(partial(call, top_k=3), "sampling", SamplingParams(), match="sampling")
     refused(call, "temperature", 0, match="temperature")

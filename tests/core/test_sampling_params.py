@@ -156,13 +156,17 @@ def test_impossible_tokens_are_never_drawn(odds: list[float], uniform: float) ->
         assert odds[int(draw(np.array(odds), number))] > 0
 
 
+def test_the_smallest_top_p_keeps_one_of_equal_tokens() -> None:
+    assert sorted(probabilities(np.zeros((1, 4)), None, SamplingParams(top_p=1e-17))[0]) == [0, 0, 0, 1]
+
+
 # Invalid input
 
 
 def test_invalid_params() -> None:
     refused(SamplingParams, "temperature", 0)
     refused(SamplingParams, "temperature", -1.0, float("inf"), float("nan"), "1", True)
-    refused(SamplingParams, "repetition_penalty", 0.0, None)
+    refused(SamplingParams, "repetition_penalty", 0.0, None, 1e-310, 10**400)
     refused(SamplingParams, "top_k", -1, 2.0)
     refused(SamplingParams, "top_p", 0.0, 1.01, [0.5])
     refused(SamplingParams, "min_p", -0.1, 1.5, 1j)

@@ -87,12 +87,6 @@ def test_latency_prints_its_unit_range_and_count(samples, text):
     assert str(Latency(samples)) == text
 
 
-def test_latency_per_token_divides_every_sample_and_refuses_zero():
-    assert Latency((2.0, 4.0)).per(4).samples_s == (0.5, 1.0)
-    with pytest.raises(InputError, match="count"):
-        Latency((1.0,)).per(0)
-
-
 # --- measure ----------------------------------------------------------------------------------------------------------
 
 

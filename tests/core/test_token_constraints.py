@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from programs import own_generate
 from transformers import GenerationConfig
 from typer.testing import CliRunner
@@ -218,6 +219,25 @@ def test_arguments_override_the_models_defaults(tiny_t5, padded_batch, several_e
     expected = expected_of(model, padded_batch, several_ends, num_beams=1, min_new_tokens=0)
     found = greedy(TorchEager(model), *padded_batch, max_new_tokens=LONGEST, min_new_tokens=0)
     assert answers(found.sequences, several_ends) == expected  # whoever calls greedy() has chosen the search
+
+
+def test_a_forced_end_token_ends_a_beam_search(tiny_t5, padded_batch) -> None:
+    backend = TorchEager(with_config(tiny_t5(), forced_bos_token_id=1))
+    found = beam_search(backend, *padded_batch, num_beams=3, num_return_sequences=2, max_new_tokens=6)
+    assert found.sequences.tolist() == [[1], [0]] * len(padded_batch[0]) and found.decoder_calls == 1
+
+
+def test_a_pad_that_is_an_end_token_hides_no_token_of_a_source(tiny_t5) -> None:
+    """As in transformers; the last token of these sources is such a one."""
+    model = with_config(tiny_t5(), pad_token_id=None)
+    model.config.pad_token_id = None
+    ids = np.random.default_rng(2).integers(3, 300, (4, 6))
+    ids[:, -1] = 1
+    expected = model.generate(torch.as_tensor(ids), max_new_tokens=8, do_sample=False, use_cache=False)[:, 1:]
+    found = greedy(TorchEager(model), ids, max_new_tokens=8).sequences
+    np.testing.assert_array_equal(found, expected)
+    hidden = greedy(TorchEager(model), ids, ids != 1, max_new_tokens=8).sequences
+    assert found.shape != hidden.shape or (found != hidden).any(), "the mask should matter"
 
 
 # ------------------------------------------------------------------------------------------------ what a model asks for

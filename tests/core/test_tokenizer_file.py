@@ -196,6 +196,23 @@ def test_decoded_text_is_tidied_where_the_configuration_says_so(folder: Path) ->
     )
 
 
+def test_texts_of_bpe_are_not_tidied_as_in_transformers_5(tmp_path: Path) -> None:
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    bpe = Tokenizer(models.BPE({"<pad>": 0, "a": 1, "?": 2}, []))  # without a decoder tokens are joined by spaces
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", clean_up_tokenization_spaces=True
+    )
+    theirs.save_pretrained(tmp_path)
+    ours = TokenizerFile(tmp_path).batch_decode([[1, 2]])
+    assert ours == ["a ?"]
+    assert transformers.__version__ < "5" or ours == theirs.batch_decode([[1, 2]])
+    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    change(tmp_path / "tokenizer_config.json", **{forced: True})
+    assert TokenizerFile(tmp_path).batch_decode([[1, 2]]) == ["a?"]
+
+
 # Bad input
 
 
