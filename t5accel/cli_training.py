@@ -20,17 +20,14 @@ from t5accel.errors import InputError
 training = typer.Typer()
 
 DataOption = Annotated[
-    list[Path],
-    typer.Option(help='JSON Lines, {"source": …, "target": …}, the source with its prefix. May be repeated.'),
+    list[Path], typer.Option(help='JSON Lines, {"source": …, "target": …}, the source with its prefix. Repeatable.')
 ]
 WeightOption = Annotated[list[float] | None, typer.Option(help="How often to draw from a --data. Default: its rows.")]
 EvalOption = Annotated[Path | None, typer.Option("--eval", help="Such rows to score on, which are not trained on.")]
 MetricOption = Annotated[str | None, typer.Option(help="Of --eval: loss (default), bleu, chrf, rougeL, exact_match.")]
 BatchOption = Annotated[int, typer.Option(help="Padded tokens of a step, sources and targets together.")]
 LongestOption = Annotated[int, typer.Option(help="The most tokens that a source or a target may have.")]
-OutOption = Annotated[
-    Path, typer.Option(help="The folder for the finished model, the log, and a checkpoint of a few times its size.")
-]
+OutOption = Annotated[Path, typer.Option(help="The folder for model, log, and a checkpoint of a few times its size.")]
 StepsOption = Annotated[int, typer.Option(help="Training steps. Give more later, and the run goes on.")]
 SeedOption = Annotated[int, typer.Option(help="The seed of everything random.")]
 KEPT = "A checkpoint that was saved is kept in {}; the same command goes on from it."
@@ -55,7 +52,7 @@ def distill(
     threads: ThreadsOption = None,
 ) -> None:
     """Train a student, with fewer decoder layers, to write what its teacher writes; interrupted, it goes on."""
-    from t5accel.distillation.checkpointing import require_device
+    from t5accel.distillation.checkpointing import Checkpoint, require_device
     from t5accel.distillation.student import DistillConfig, layer_map, shrink_decoder
     from t5accel.distillation.student import distill as run
     from t5accel.models.sizes import T5Dims
@@ -73,6 +70,7 @@ def distill(
     recorded = own.recorded(config, teacher=of, most=own.most * is_written, batch_tokens=batch_tokens)
     with kept(KEPT.format(out)):
         if is_written:
+            Checkpoint(out, recorded, model, []).resume("cpu", checks_only=True)  # before the teacher writes
             answers = _beams(teacher, model, tokenizer, device.value, own.most, threads)
             own = own.written_by(answers, out / "teacher.jsonl", f"{of[:16]}, {own.most} tokens")
         student = run(

@@ -391,8 +391,8 @@ def test_a_file_whose_name_looks_like_a_pattern_is_read_and_an_unreadable_folder
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return usual(path)
 
-    monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(JobError, match="closed cannot be read: Permission denied"):
+    with monkeypatch.context() as patch, pytest.raises(JobError, match="closed cannot be read: Permission denied"):
+        patch.setattr(os, "scandir", scandir)
         run(tmp_path / "in", tmp_path / "none")
 
 
