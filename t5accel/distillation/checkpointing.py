@@ -57,7 +57,7 @@ class Checkpoint:
                 "goes on from there."
             ) from error
 
-    def resume(self, device: str) -> int:
+    def resume(self, device: str, *, checks_only: bool = False) -> int:
         """Load the last state and return its step, 0 without one; remove half-written files."""
         for path in (self.file, self.stable):
             path.with_suffix(".partial").unlink(missing_ok=True)
@@ -70,6 +70,8 @@ class Checkpoint:
             raise InputError(f"{self.file} cannot be read. Delete it to begin anew, or use another folder.") from error
         if {**made_with, "steps": 0} != {**self.config, "steps": 0}:
             raise InputError(f"{self.file} was made with {made_with}, not {self.config}. Use another folder.")
+        if checks_only:
+            return state["step"]
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -31,10 +31,10 @@ def write_teacher_outputs(
     file.parent.mkdir(parents=True, exist_ok=True)
     there = set()
     if file.is_file():
-        there = {row["source"] for row in _rows(file)}
+        there = {(row["task"], row["source"]) for row in _rows(file)}
         with file.open("ab") as out:
             out.write(b"\n")  # ends a line truncated by a kill
-    missing = [(task, source) for task, source in wanted if source not in there]
+    missing = [pair for pair in wanted if pair not in there]
     done = len(wanted) - len(missing)
     with machine.progress_bar(total=len(wanted), initial=done, desc="the teacher writes", unit="text") as bar:
         for first in range(0, len(missing), GROUP):

@@ -55,7 +55,6 @@ class DeviceRunningBatch:
         self.encoder = self._device = backend.in_flight()
         self.parts: list[RunningSequence] = []
         self.rows, self.steps, self.tokens = 0, 1, 0
-        self.logit_steps = self.token_steps = 0
         self._positions = getattr(backend, "positions", None) or math.inf
         self._clock, self._step_s = clock, 0.0
         self._table = np.tile(IDLE, 0)
@@ -122,9 +121,6 @@ class DeviceRunningBatch:
             self.tokens += before - part.writer.missing
         if others:
             self._advance(others)
-            self.logit_steps += 1
-        else:
-            self.token_steps += count
         return [part for part in self.parts if part.writer.is_done or part.error is not None]
 
     def _advance(self, parts: Sequence[RunningSequence]) -> None:

@@ -115,7 +115,6 @@ def test_usage_errors(tmp_path, monkeypatch):
 
 REFUSED = {
     "run x --model nope": "Allowed: 'mini', ", "export --model nope --out x": "'nope'",
-    "export --model mini --out x --external-threshold-bytes -1": "--external-threshold-bytes",
     "batch in.jsonl": "Give --out FOLDER", "batch in.jsonl one --out two": "Give --out FOLDER",
     "batch in.jsonl --out x --address a": "Give --engine ray",
 }  # fmt: skip
@@ -342,7 +341,7 @@ def test_progress_is_for_those_who_watch_and_not_for_files(tmp_path, monkeypatch
 
 
 def test_export_writes_a_folder_and_replaces_only_what_it_may(tmp_path):
-    result = call("export", "--model", "mini", "--out", tmp_path / "one", "--external-threshold-bytes", 0)
+    result = call("export", "--model", "mini", "--out", tmp_path / "one")
     assert result.exit_code == 0 and re.search("45 MB in [89] files, fp32", result.stdout)  # one less on 5.x
     assert (tmp_path / "one" / "weights.data").is_file() and result.stderr == ""
     assert call("export", "--model", "mini", "--out", tmp_path / "portable", "--no-step").exit_code == 0
