@@ -77,38 +77,10 @@ def test_the_version_is_told_and_h_is_help():
         assert call(*words, "-h").stdout == call(*words, "--help").stdout
 
 
-def test_a_shell_completes_commands_options_and_values(monkeypatch):
-    for words, index, found in (
-        ("exp", 1, "export"),
-        ("run --dev", 2, "--device"),
-        ("run --precision in", 3, "int8"),
-    ):
-        monkeypatch.setenv("_T5ACCEL_COMPLETE", "complete_bash")
-        monkeypatch.setenv("COMP_WORDS", f"t5accel {words}")
-        monkeypatch.setenv("COMP_CWORD", str(index))
-        result = CliRunner().invoke(app, [], prog_name="t5accel")
-        assert found in result.stdout.split(), result.output
-
-
 def test_the_choices_of_precision_are_the_recipes():
     assert [*map(str, Precision)] == [*RECIPES]
     assert {*ExportPrecision} == RECIPES.keys() - {"bf16"}
     assert {*IntegerPrecision} == {name for name, recipe in RECIPES.items() if recipe.integers}
-
-
-def test_without_arguments_the_help_is_shown():
-    result = call()
-    assert result.exit_code in (0, 2) and "Usage" in result.output  # click 8.2 changed the code
-    assert all(command in result.output for command in COMMANDS)
-
-
-def test_usage_errors(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for line in ("runn", "run", "run x --precision int9", "run x --beams 0", "run x --max-new-tokens 0", "export",
-                 "run x --threads 0", "batch in --out out --threads 0", "export --model mini --out x --precision bf16",
-                 "quantize --model mini --out x --eval x --max-loss 1 --precision fp16"):  # fmt: skip
-        assert call(*line.split()).exit_code == 2, line
-    assert not os.listdir(tmp_path)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

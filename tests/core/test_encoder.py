@@ -10,7 +10,7 @@ import torch
 import transformers
 from conftest import GATED, TINY
 from safetensors.torch import load_file, save_file
-from test_gemma import ids_of, sizes
+from test_families import GEMMA_KINDS, gemma_sizes, ids_of
 
 from t5accel import AcceleratedEncoder, accelerate
 from t5accel.api import open_backend
@@ -94,9 +94,9 @@ def test_encoders_of_other_families(family, tmp_path):
         encoder.encode(np.full((1, 41), 5))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GEMMAS if hasattr(transformers, GEMMAS[kind].model_class)])
+@pytest.mark.parametrize("kind", GEMMA_KINDS)
 def test_encoders_of_t5gemmas(kind):
-    model = random_model(GEMMAS[kind], sizes(kind))
+    model = random_model(GEMMAS[kind], gemma_sizes(kind))
     ids, mask = ids_of(model)
     encoder = AcceleratedEncoder.from_pretrained(model, progress=False)
     expected, real = own_states(model.model.encoder, ids, mask), mask == 1
