@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from transformers import DynamicCache, EncoderDecoderCache
 
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.models.t5_math import cache_name
 from t5accel.parity import assert_close
@@ -101,6 +104,13 @@ def logits_after_all(backend: Any, ids: np.ndarray, mask: np.ndarray, new: np.nd
     backend.reorder(state, np.array([[1, 0]] * 6))
     backend.select_sources(state, np.array([4, 0]))
     return backend.step(state, new[:2])
+
+
+def forced(folder: Path, batch: Any, new: np.ndarray, cuts: Any = ()) -> np.ndarray:
+    """Logits (B, K, T, V) of given tokens by the export in a folder, in chunks."""
+    backend = OrtNumpy(folder, settings=SessionSettings(threads=1))
+    state = backend.new_state(backend.encode(*batch), new.shape[1])
+    return np.concatenate([backend.step(state, chunk) for chunk in np.split(new, cuts, axis=2)], axis=2)
 
 
 def histories_of(batch: int, rows: int, length: int) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from programs import forced
 from refused import refused
 from silence import quiet
 from test_export import MODELS as ALL_MODELS
@@ -85,13 +86,6 @@ def quantized(exported, tmp_path_factory) -> Callable[..., Path]:
 def fp32(exported) -> Callable[..., Path]:
     """``fp32(model)``: its export as it was. Shared: do not write."""
     return lambda model="deeper-decoder": exported(MODELS[model][0], **MODELS[model][1])
-
-
-def forced(folder: Path, batch: Any, new: np.ndarray, cuts: Any = ()) -> np.ndarray:
-    """Logits (B, K, T, V) of given tokens, in chunks."""
-    backend = OrtNumpy(folder, settings=ONE_THREAD)
-    state = backend.new_state(backend.encode(*batch), new.shape[1])
-    return np.concatenate([backend.step(state, chunk) for chunk in np.split(new, cuts, axis=2)], axis=2)
 
 
 def lost(actual: np.ndarray, expected: np.ndarray) -> tuple[float, float]:

@@ -14,9 +14,10 @@ import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
+from programs import forced
 from refused import refused
 from test_export import histories, teacher_forced
-from test_gate import MODELS, forced, lost
+from test_gate import MODELS, lost
 from test_rewriting import operators, run
 
 from bench.baselines.rescale import rescaled

@@ -60,8 +60,8 @@ def test_more_layers_than_there_are_and_none_are_refused(tiny_t5, count: int) ->
             ask()
 
 
-@pytest.mark.parametrize("kept", [[0], [2], [1, 2], [0, 2], [0, 1, 2]], ids=str)
-@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied", "mt5", "umt5"])
+@pytest.mark.parametrize("kept", [[2], [0, 2], [1, 2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("kind", ["gated-untied", "umt5"])
 def test_a_student_is_its_teacher_without_the_other_layers(tiny_t5, padded_batch, kind: str, kept: list[int]) -> None:
     teacher = tiny_t5(kind)
     before, config = state(teacher), teacher.config.to_dict()
