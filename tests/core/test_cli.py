@@ -383,18 +383,8 @@ def test_a_model_that_loses_more_is_refused_in_a_sentence_and_nothing_is_left(tm
     quantize_export(exported_mini, tmp_path / "other", "int4")
     lost = 100 - text_score(dev, "exact_match", threads=1)(tmp_path / "other")["exact_match"]
     assert lost > 1
-    line = refused(
-        "quantize",
-        "--model",
-        exported_mini,
-        "--out",
-        tmp_path / "above" / "int4",
-        "--eval",
-        dev,
-        *INT4,
-        "--max-loss",
-        1,
-    )
+    options = ("--eval", dev, *INT4, "--max-loss", 1)
+    line = refused("quantize", "--model", exported_mini, "--out", tmp_path / "above" / "int4", *options)
     assert f"lost exact_match {lost:.3g} (allowed 1)" in line and "--max-loss" in line
     assert not (tmp_path / "above").exists()
 
@@ -416,10 +406,7 @@ def test_quantize_refuses_what_it_cannot_score_before_it_exports(tmp_path, monke
     assert "luck" in refused("quantize", "--model", "mini", "--out", out, *options, "--metric", "luck")
     assert not (tmp_path / "cache").exists()
     tiny_t5().save_pretrained(tmp_path / "mute")
-    assert (
-        "mute has no tokenizer"
-        in call("quantize", "--model", tmp_path / "mute", "--out", out, *options).stderr.splitlines()[-1]
-    )
+    assert "mute has no tokenizer" in said(call("quantize", "--model", tmp_path / "mute", "--out", out, *options))[-1]
     out.mkdir()
     (out / "letter.txt").write_text("a letter")
     monkeypatch.setattr("t5accel.precision.gate.open_for_scores", lambda *given: pytest.fail("scored for nothing"))

@@ -307,11 +307,6 @@ def test_a_narrow_student_is_trained_as_it_is(tiny_t5, tmp_path: Path, padded_ba
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_configuration_is_refused() -> None:
-    for name, wrong in (("loss", ["magic", None]), ("steps", [0, -5]), ("encoder_share", [-0.1, 2])):
-        refused(DistillConfig, name, *wrong, match=name)
-
-
 def test_what_cannot_be_run_is_refused_and_nothing_written(tiny_t5, tmp_path: Path) -> None:
     out = tmp_path / "out"
     call = partial(distill, tiny_t5(), toy_tokenizer(), examples=MIXTURE, folder=out, config=TOY)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -317,13 +316,7 @@ def test_encoder_outputs_that_are_of_no_source_or_another_mask(pair, batch) -> N
 def test_hidden_states_are_not_handed_out(pair, batch) -> None:
     """Nor row numbers in their place, which would be pooled without an error."""
     encoded = pair[1].get_encoder()(**batch)
-    for use in (
-        lambda: encoded.last_hidden_state,
-        lambda: encoded[0],
-        lambda: encoded.to_tuple(),
-        lambda: [*encoded],
-        lambda: encoded.get("last_hidden_state"),
-    ):
+    for use in (lambda: encoded.last_hidden_state, lambda: encoded[0], lambda: encoded.to_tuple(), lambda: [*encoded]):
         with pytest.raises(InputError, match="stay in the backend"):
             use()
 
@@ -802,32 +795,30 @@ def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> Non
 @pytest.fixture
 def exported(tiny_t5, tmp_path: Path) -> AcceleratedT5:
     """A model whose backend came from a folder."""
-    folder = tmp_path / "export"
-    (folder / "more").mkdir(parents=True)
-    (folder / "encoder.onnx").write_bytes(b"encoder")
-    (folder / "more" / "weights").write_bytes(b"weights")
-    own = tiny_t5()
-    backend = TorchEager(own)
-    backend.folder = folder
-    ours = behind(backend, own)
-    ours.generation_config.max_length = 33
+    export_model(tiny_t5(), tmp_path / "export", external_threshold_bytes=0)
+    ours = AcceleratedT5.from_pretrained(tmp_path / "export")
+    ours.generation_config.update(max_length=9, num_beams=2)
     return ours
 
 
-def test_save_pretrained(exported, tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
+def test_a_saved_export_is_one(exported, tiny_t5, batch, tmp_path: Path) -> None:
+    """Its manifest knows the hashes of what was written anew: it is checked before anything is loaded."""
+    expected = reference(tiny_t5(), batch, max_length=9, num_beams=2)
+    assert_varied(expected)
+    (tmp_path / "empty").mkdir()
     with quiet():
-        for folder in (tmp_path / "new" / "deep", str(empty)):
+        for folder in (tmp_path / "new" / "deep", str(tmp_path / "empty")):
             exported.save_pretrained(folder)
-            saved = Path(folder)
-            assert (saved / "encoder.onnx").read_bytes() == b"encoder" and (saved / "more/weights").is_file()
-            config = transformers.AutoConfig.from_pretrained(saved)
-            assert config.vocab_size == 300 and config.num_decoder_layers == 3
-            assert GenerationConfig.from_pretrained(saved).max_length == 33
-            assert json.loads((saved / "config.json").read_text())["model_type"] == "t5"
+            assert transformers.AutoConfig.from_pretrained(folder).num_decoder_layers == 3
+            assert GenerationConfig.from_pretrained(folder).max_length == 9
+        for model in (exported, AcceleratedT5.from_pretrained(tmp_path / "new" / "deep")):
+            assert torch.equal(model.generate(**batch), expected)
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"export", "new", "empty"}
-    assert empty.stat().st_mode == (tmp_path / "new" / "deep").stat().st_mode == (tmp_path / "export").stat().st_mode
+    modes = {(tmp_path / name).stat().st_mode for name in ("export", "empty", "new/deep")}
+    assert len(modes) == 1
+    (tmp_path / "empty" / "generation_config.json").write_text("{}")
+    with pytest.raises(T5AccelError, match="generation_config.json"):
+        AcceleratedT5.from_pretrained(tmp_path / "empty")
 
 
 def test_save_pretrained_refuses(exported, tiny_t5, tmp_path: Path) -> None:
@@ -836,9 +827,8 @@ def test_save_pretrained_refuses(exported, tiny_t5, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "export", tmp_path / "export" / "encoder.onnx"):
         with pytest.raises(InputError, match="no empty folder"):
             exported.save_pretrained(folder)
-    for folder in (tmp_path / "export" / "copy", tmp_path / "export" / "more" / "copy"):
-        with pytest.raises(InputError, match="lies inside"):
-            exported.save_pretrained(folder)
+    with pytest.raises(InputError, match="lies inside"):
+        exported.save_pretrained(tmp_path / "export" / "more" / "copy")
     with pytest.raises(InputError, match="came from no folder"):
         behind(TorchEager(own), own).save_pretrained(tmp_path / "new")
     with pytest.raises(InputError, match="state_dict"):
@@ -855,21 +845,15 @@ def test_save_pretrained_keeps_a_file_that_came_meanwhile(exported, tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"export", "empty"}
 
 
-def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
-    """Its manifest knows the hashes of what was written anew: it is checked before anything is loaded."""
-    own = tiny_t5()
-    export_model(own, tmp_path / "export")
-    expected = reference(own, batch, max_length=9, num_beams=2)
-    assert_varied(expected)
-    ours = AcceleratedT5.from_pretrained(tmp_path / "export")
-    ours.generation_config.update(max_length=9, num_beams=2)
-    ours.save_pretrained(tmp_path / "new")
-    for model in (ours, AcceleratedT5.from_pretrained(tmp_path / "new")):
-        with quiet():
-            assert torch.equal(model.generate(**batch), expected)
-    (tmp_path / "new" / "generation_config.json").write_text("{}")
-    with pytest.raises(T5AccelError, match="generation_config.json"):
-        AcceleratedT5.from_pretrained(tmp_path / "new")
+def test_a_damaged_export_is_not_saved_with_hashes_of_the_damage(exported, tmp_path: Path) -> None:
+    weights = tmp_path / "export" / "weights.data"
+    content = bytearray(weights.read_bytes())
+    content[100] ^= 1
+    weights.with_suffix(".new").write_bytes(content)
+    weights.with_suffix(".new").replace(weights)
+    with pytest.raises(T5AccelError, match="weights.data was altered"):
+        exported.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_changed_defaults_are_saved_for_every_loop(tiny_t5, tmp_path: Path) -> None:
@@ -883,19 +867,6 @@ def test_changed_defaults_are_saved_for_every_loop(tiny_t5, tmp_path: Path) -> N
     found = greedy(OrtNumpy(tmp_path / "new"), ids, max_new_tokens=6).sequences[0].tolist()
     expected = own.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)[0, 1:].tolist()
     assert found == expected and found[-1] == second_end and len(found) <= 3
-
-
-def test_a_damaged_export_is_not_saved_with_hashes_of_the_damage(tiny_t5, tmp_path: Path) -> None:
-    export_model(tiny_t5(), tmp_path / "export", external_threshold_bytes=0)
-    ours = AcceleratedT5.from_pretrained(tmp_path / "export")
-    weights = tmp_path / "export" / "weights.data"
-    content = bytearray(weights.read_bytes())
-    content[100] ^= 1
-    weights.with_suffix(".new").write_bytes(content)
-    weights.with_suffix(".new").replace(weights)
-    with pytest.raises(T5AccelError, match="weights.data was altered"):
-        ours.save_pretrained(tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 def test_the_tokenizer_comes_with_the_folder(tiny_t5, mini, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +113,6 @@ def test_tied_or_not_as_asked_and_saved_so(kind: str, tied: bool, tmp_path: Path
     loaded, _ = load_model(tmp_path)
     assert T5Dims.of(loaded).tied == tied
     np.testing.assert_allclose(logits_of(loaded), logits_of(model), atol=1e-5)
-
-
-def test_no_random_model() -> None:
-    sizes = dict(vocab_size=50, d_model=16, d_kv=6, d_ff=16, num_heads=2, num_layers=1)
-    refused(random_t5, "sizes", None, "t5-small")
-    wrong = (dict(num_heads=-1), dict(d_model="wide"), dict(feed_forward_proj="a-b-c"))
-    refused(random_t5, "sizes", *(sizes | one for one in wrong), match="make no T5")
-    refused(partial(random_t5, sizes), "kind", "bart", ["t5"], None, match="t5, mt5, umt5")
-    refused(partial(random_t5, sizes), "seed", -1, 2**63, 1.5, "1", None)
 
 
 # T5Dims

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import ToyBackend
-from refused import refused
 from test_drafting import sources
 
 from bench import evaluation
@@ -113,12 +111,3 @@ def test_equals_greedy_on_the_bundled_model(exported_mini, tmp_path: Path, bits:
             accepted, drafted = accepted + found.accepted, drafted + found.drafted
     assert saved["summaries"] > calls["summaries"] / 8 and min(saved.values()) >= 0
     assert accepted > 10 and drafted - accepted > 10
-
-
-# Invalid input
-
-
-def test_invalid_options() -> None:
-    call = partial(prompt_lookup, ToyBackend(), [[3]])
-    refused(call, "max_ngram", 0, 2.0, 10**9)
-    refused(call, "max_draft", 0, None)

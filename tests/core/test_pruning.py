@@ -314,12 +314,6 @@ def test_without_time_to_rise_all_is_masked_at_once(config: dict[str, Any]) -> N
         PruneConfig(importance="movement", **config)
 
 
-def test_a_bad_configuration_is_refused() -> None:
-    for name, wrong in (("importance", ["luck"]), ("steps", [-1]), ("rising", [-0.1, 1.5]), ("every", [0]),
-                        ("examine", [0])):  # fmt: skip
-        refused(PruneConfig, name, *wrong, match=f"{name} ")
-
-
 def test_what_cannot_be_run_is_refused_and_nothing_written(tiny_t5, tmp_path: Path) -> None:
     out, mixture = tmp_path / "out", replace(MIXTURE, by_teacher=False)
     call = partial(prune, tiny_t5(), toy_tokenizer(), mixture, out)

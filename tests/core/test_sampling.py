@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter as Tally
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from refused import refused
 
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
@@ -189,15 +187,3 @@ def test_sources_leave_when_all_their_rows_have_ended() -> None:
         assert (longest > step).sum() <= width < 2 * (longest > step).sum() or width == 32
     few = sample(chain, [[2]] * 3, **options).sequences
     assert trimmed(few) == answers[:6], "nobody should go on in another row's place"
-
-
-# Invalid input
-
-
-def test_invalid_options() -> None:
-    call = partial(sample, Chain(), [[3]])
-    refused(call, "seed", -1, 0.5, None)
-    refused(call, "num_return_sequences", 0)
-    refused(call, "beams", 3, match="beams")
-    refused(partial(call, top_k=3), "sampling", SamplingParams(), match="sampling")
-    refused(call, "temperature", 0, match="temperature")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from refused import refused
 
 from t5accel.decoding import sampling as distribution
 from t5accel.decoding.sampling import SamplingParams, draw, probabilities
@@ -141,15 +140,3 @@ def test_impossible_tokens_are_never_drawn(odds: list[float], uniform: float) ->
     assume(sum(odds) > 0)
     for number in (uniform, 0.0, np.nextafter(1.0, 0), 1.0):
         assert odds[int(draw(np.array(odds), number))] > 0
-
-
-# Invalid input
-
-
-def test_invalid_params() -> None:
-    refused(SamplingParams, "temperature", 0)
-    refused(SamplingParams, "temperature", -1.0, float("inf"), float("nan"), "1", True)
-    refused(SamplingParams, "repetition_penalty", 0.0, None)
-    refused(SamplingParams, "top_k", -1, 2.0)
-    refused(SamplingParams, "top_p", 0.0, 1.01, [0.5])
-    refused(SamplingParams, "min_p", -0.1, 1.5, 1j)

@@ -144,11 +144,6 @@ def test_a_draft_of_another_model(name: str) -> None:
     assert draft.calls == []
 
 
-def test_invalid_options() -> None:
-    call = partial(speculative, ToyBackend(), ToyBackend(), [[3]])
-    refused(call, "max_draft", 0)
-    refused(call, "seed", -1)
-    refused(call, "sampling", 0.7)
-    refused(partial(speculative, ToyBackend(), input_ids=[[3]]), "draft", None, "mini-d1", 5, match="must be a Backend")
+def test_a_backend_without_rollback() -> None:
     poor = lacking(ToyBackend, "rollback")
     refused(partial(speculative, draft=ToyBackend(), input_ids=[[3]]), "backend", poor, match="lacks rollback")

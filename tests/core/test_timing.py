@@ -1,16 +1,13 @@
 """Timing is tested with fake runs and a fake clock: no test here depends on how fast anything is."""
 
 import gc
-import math
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import refused
 
 from t5accel import timing
 from t5accel.errors import InputError, UnequalWorkError
@@ -56,21 +53,6 @@ def test_latency_orders_its_statistics(samples):
     latency = Latency(samples)
     assert latency.min_s <= latency.median_s <= latency.max_s
     assert f"n={len(samples)}" in str(latency)
-
-
-def test_what_is_refused():
-    refused(Latency, "samples_s", (), (0.0,), (1.0, -1.0), (math.nan,), (1.0, math.inf), match="at least one|above 0")
-    for field in ("batch", "source_tokens", "new_tokens", "beams", "threads"):
-        refused(partial(replace, WORK), field, 0, -1, 1.5, True, "1")
-    refused(measure, "run", 42)
-    a, b = Candidate("a", lambda: None, WORK), Candidate("b", lambda: None, WORK)
-    refused(lambda candidates: compare(*candidates), "candidates", (a,), match="alone")
-    refused(lambda candidates: compare(*candidates), "candidates", (a, b, a), match="used once")
-    refused(partial(compare, a, b), "rounds", 0)
-    refused(partial(compare, a, b), "synchronize", "cuda")
-    refused(partial(Candidate, "a", work=WORK), "run", None)
-    refused(partial(Candidate, run=print, work=WORK), "name", "")
-    refused(partial(Candidate, "a", print), "work", {"batch": 1}, match="timing.Work")
 
 
 def test_latency_per_token_divides_every_sample_and_refuses_zero():
