@@ -96,16 +96,6 @@ def check_program(backend: Any, model: Any, ids: np.ndarray, mask: np.ndarray, r
         np.testing.assert_array_equal(logits, copied)
 
 
-def logits_after_all(backend: Any, ids: np.ndarray, mask: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Each operation once: a step of ``new`` (6, 2, T), T >= 3; a ragged trim; … -> the logits of one more step."""
-    state = backend.new_state(backend.encode(ids, mask), 2)
-    backend.step(state, new)
-    backend.rollback(state, np.arange(12).reshape(6, 2) % 4)
-    backend.reorder(state, np.array([[1, 0]] * 6))
-    backend.select_sources(state, np.array([4, 0]))
-    return backend.step(state, new[:2])
-
-
 def forced(folder: Path, batch: Any, new: np.ndarray, cuts: Any = ()) -> np.ndarray:
     """Logits (B, K, T, V) of given tokens by the export in a folder, in chunks."""
     backend = OrtNumpy(folder, settings=SessionSettings(threads=1))

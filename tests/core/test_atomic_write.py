@@ -669,13 +669,6 @@ def test_processes_that_export_the_same_do_the_work_once(tmp_path: Path) -> None
     assert beside(tmp_path) == {"model", "marker"}
 
 
-@needs_fork
-def test_processes_that_export_different_models_do_not_mix_them(tmp_path: Path) -> None:
-    answers, written = together(tmp_path / "model", 1, 2)
-    assert written == 2 and answers.count(read_manifest(tmp_path / "model")) == 1
-    assert any(re.match(f"ExportError: .*{AGAIN}", str(answer)) for answer in answers)
-
-
 def export_without_permission(folder: Path, say: Callable[[Any], None]) -> None:
     model, answers = random_t5(SMALL, seed=1), []
     export_model(model, folder / "warm")  # imports everything, for soon nothing can be read any more

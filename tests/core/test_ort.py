@@ -23,7 +23,7 @@ import onnxruntime
 import psutil
 import pytest
 import torch
-from programs import ATOL, PROGRAM, Watched, check_as_it_was, check_program, histories_of, logits_after_all
+from programs import ATOL, PROGRAM, Watched, check_as_it_was, check_program, histories_of
 from refused import refused
 from test_encoder_cache import check, in_threads, logits_of
 
@@ -60,15 +60,7 @@ def own(runtime, exported) -> OrtNumpy:
     return runtime(exported("deeper-decoder"), settings=ONE_THREAD)
 
 
-# Logits under teacher forcing
-
-
-def test_all_runtimes_agree_to_the_last_bit(opened, padded_batch) -> None:
-    """The session computes the same, however its tensors are handed over."""
-    new = histories_of(6, 2, 5)
-    logits = [logits_after_all(opened(runtime), *padded_batch, new) for runtime in (OrtNumpy, OrtBound, OrtPointers)]
-    for other in logits[1:]:
-        np.testing.assert_array_equal(other, logits[0])
+# Memory
 
 
 def test_the_earlier_past_is_freed(runtime, exported) -> None:
