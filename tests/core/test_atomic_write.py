@@ -52,10 +52,6 @@ def snapshot(folder: Path) -> Snapshot:
     return found
 
 
-def partials(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.endswith(".partial"))
-
-
 def beside(folder: Path) -> set[str]:
     """What lies in a folder, but for lock files."""
     return {path.name for path in folder.iterdir() if not path.name.endswith(".lock")}

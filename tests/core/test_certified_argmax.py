@@ -408,7 +408,6 @@ def test_greedy_equals_generate_where_rows_end_early(tiny_t5, shortlisted, endin
     assert backend.shortlist.fallbacks <= backend.shortlist.steps / 10
 
 
-Operation = tuple[str, int]
 operations = st.tuples(
     st.sampled_from(["step", "next", "next", "rollback", "reorder", "select_sources"]), st.integers(0, 2**16)
 )

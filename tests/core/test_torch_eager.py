@@ -43,9 +43,6 @@ def test_bfloat16_gives_float32_logits(tiny_t5, padded_batch) -> None:
     assert backend.step(backend.new_state(backend.encode(*padded_batch)), np.full((6, 1, 1), 5)).dtype == np.float32
 
 
-# Any mixture of steps, rollbacks, reorderings and leaving sources
-
-
 # Bad input
 
 
