@@ -79,6 +79,7 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     assert accelerate(tiny_t5(), runtime="openvino", progress=False).backend.openvino
     export_model(tiny_t5(), tmp_path / "export")
     refused(partial(accelerate, tmp_path / "export"), "runtime", "torch", match="this folder is an export")
+    refused(partial(accelerate, tmp_path / "export"), "precision", "bf16", match="export|weights|loaded")
     (tmp_path / "export" / "decoder.onnx").write_bytes(b"cut")
     damaged = r"decoder\.onnx has 3 bytes.*Export again"
     refused(accelerate, "model", tmp_path / "export", match=damaged, error=ExportError)

@@ -93,7 +93,7 @@ def test_distill_writes_a_student_that_loads_with_its_card(teacher: Path, data: 
     assert "was made with" in refused(*options, "--steps", 3, "--seed", 3, "--loss", "labels")
 
 
-@pytest.mark.parametrize("metric", ["bleu", "rougeL", "exact_match", None])
+@pytest.mark.parametrize("metric", ["rougeL", None])
 def test_students_are_scored_on_rows_that_are_not_trained_on(teacher, data, dev, tmp_path, metric: str | None) -> None:
     leaking = rows_file(tmp_path / "leaking.jsonl", [*PAIRS[:9], *PAIRS[-2:]])
     result = call(

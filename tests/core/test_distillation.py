@@ -6,7 +6,6 @@ All pairs here are made up for the tests.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -28,9 +27,6 @@ from test_pruned_models import narrowed
 
 import t5accel.distillation.checkpointing as resumable
 import t5accel.distillation.student as module
-import training.students as script
-from bench.evaluation import MAIN_SCORES
-from bench.results import DATA
 from t5accel.distillation.batches import Mixture, Part, Phase
 from t5accel.distillation.checkpointing import run_training
 from t5accel.distillation.losses import OBJECTIVES
@@ -311,11 +307,6 @@ def test_a_narrow_student_is_trained_as_it_is(tiny_t5, tmp_path: Path, padded_ba
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_configuration_is_refused() -> None:
-    for name, wrong in (("loss", ["magic", None]), ("steps", [0, -5]), ("encoder_share", [-0.1, 2])):
-        refused(DistillConfig, name, *wrong, match=name)
-
-
 def test_what_cannot_be_run_is_refused_and_nothing_written(tiny_t5, tmp_path: Path) -> None:
     out = tmp_path / "out"
     call = partial(distill, tiny_t5(), toy_tokenizer(), examples=MIXTURE, folder=out, config=TOY)
@@ -385,37 +376,3 @@ def test_a_student_replaces_a_student_and_nothing_else(kept, tiny_t5, tmp_path: 
     with pytest.raises(InputError, match="letters"):
         save("letters", "fourth")
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"model", "letters"}
-
-
-# --- the recorded comparison ------------------------------------------------------------------------------------------
-
-
-def test_the_long_run_learns_from_the_best_of_the_recorded_comparison() -> None:
-    rows = json.loads((DATA / "results" / "distillation.json").read_text(encoding="utf-8"))["rows"]
-    scores = {row["model"]: {name: row[name] for name in MAIN_SCORES} for row in rows if row.get("precision") == "fp32"}
-    shares = {
-        loss: sum(score / scores["mini"][name] for name, score in scores[f"1 layer, {loss}"].items())
-        for loss in OBJECTIVES
-    }
-    assert max(shares, key=shares.__getitem__) == script.LONGER
-
-
-@pytest.mark.parametrize("how", ["distill", "prune"])
-def test_a_student_of_the_comparison_is_trained_once(tiny_t5, tmp_path: Path, monkeypatch, how: str) -> None:
-    calls: list[Any] = []
-
-    def made(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        return shrink_decoder(tiny_t5(), 1)
-
-    monkeypatch.setattr(script, "load_model", lambda name: (tiny_t5(), toy_tokenizer()))
-    monkeypatch.setattr(script, "student_mixture", lambda pairs: (MIXTURE, []))
-    monkeypatch.setattr(script, "make_loss_validator", lambda held_out, tokenizer: None)
-    monkeypatch.setattr(script, how, made)
-    runs = script.distillation_runs(10, 40) if how == "distill" else script.pruning_runs(10, "taylor")
-    assert len({run.name for run in runs}) == len({run.config for run in runs}) == len(runs)
-    for _ in range(2):
-        script.train(runs[0], tmp_path / "pairs.tsv", tmp_path)
-    ((_, _, mixture, folder, config),) = calls
-    assert mixture is MIXTURE and config == runs[0].config and folder == runs[0].folder(tmp_path)
-    assert T5Dims.of(load_model(folder / "model")[0]).decoder_layers == 1

@@ -1,5 +1,6 @@
 """An encoder alone: equal to transformers' own, from files of either kind, in a stream, and embeddings of texts."""
 
+import copy
 import json
 import shutil
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import torch
 import transformers
 from conftest import GATED, TINY
 from safetensors.torch import load_file, save_file
-from test_gemma import ids_of, sizes
+from test_families import GEMMA_KINDS, gemma_sizes, ids_of
 
 from t5accel import AcceleratedEncoder, accelerate
 from t5accel.api import open_backend
@@ -29,6 +30,7 @@ from t5accel.precision.recipes import RECIPES, Recipe, Scheme
 from t5accel.precision.source_export import Fp32Export
 
 TEXTS = ["I am tired.", "The house is small and old.", "No", "Where is my bag, and where is yours?"]
+FIRST = "encoder.block.1.layer"
 KINDS = [("t5", {}), ("t5", GATED), ("mt5", GATED), ("umt5", GATED)]
 SMALL = dict(
     d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=2,
@@ -96,9 +98,9 @@ def test_encoders_of_other_families(family, tmp_path):
         encoder.encode(np.full((1, 41), 5))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GEMMAS if hasattr(transformers, GEMMAS[kind].model_class)])
+@pytest.mark.parametrize("kind", GEMMA_KINDS)
 def test_encoders_of_t5gemmas(kind):
-    model = random_model(GEMMAS[kind], sizes(kind))
+    model = random_model(GEMMAS[kind], gemma_sizes(kind))
     ids, mask = ids_of(model)
     encoder = AcceleratedEncoder.from_pretrained(model, progress=False)
     model.model.decoder.embed_tokens.register_buffer("delta", torch.ones(3))
@@ -168,25 +170,15 @@ def test_an_embedding_under_the_decoders_name_alone_is_the_encoders(tmp_path):
     ("change", "kind", "sentence"),
     [
         (lambda weights: weights.pop("shared.weight"), ModelUnavailableError, "lacks its embedding"),
-        (
-            lambda weights: weights.pop("encoder.block.1.layer.1.DenseReluDense.wo.weight"),
-            ModelUnavailableError,
-            "lacks",
-        ),
-        (lambda weights: weights.pop("encoder.block.1.layer.0.SelfAttention.q.weight"), NotT5Error, "no weight"),
+        (lambda weights: weights.pop(f"{FIRST}.1.DenseReluDense.wo.weight"), ModelUnavailableError, "lacks"),
+        (lambda weights: weights.pop(f"{FIRST}.0.SelfAttention.q.weight"), NotT5Error, "no weight"),
         (lambda weights: weights.update({"encoder.adapter": torch.ones(3)}), NotT5Error, "encoder.adapter"),
-        (
-            lambda weights: weights.update({"shared.weight": torch.ones(300, 32).char()}),
-            ModelUnavailableError,
-            "got I8",
-        ),
-        (
-            lambda weights: weights.update({"encoder.embed_tokens.weight": torch.ones(300, 32)}),
-            ModelUnavailableError,
-            "one embedding",
-        ),
+        (lambda weights: weights.update({"shared.weight": torch.ones(300, 32).char()}), ModelUnavailableError,
+         "got I8"),
+        (lambda weights: weights.update({"encoder.embed_tokens.weight": torch.ones(300, 32)}), ModelUnavailableError,
+         "one embedding"),
     ],
-)
+)  # fmt: skip
 def test_files_that_are_no_whole_encoder_leave_nothing_behind(tmp_path, change, kind, sentence):
     random_t5(TINY).save_pretrained(tmp_path / "model")
     weights = load_file(tmp_path / "model/model.safetensors")
@@ -206,8 +198,6 @@ def test_a_damaged_file_is_reported(tmp_path):
 
 
 def test_a_hook_is_found(mini, tmp_path):
-    import copy
-
     changed = copy.deepcopy(mini)
     changed.encoder.block[1].register_forward_hook(lambda module, args, output: (output[0] + 1, *output[1:]))
     with pytest.raises(ExportError, match="other hidden states"):
@@ -285,9 +275,9 @@ def test_an_export_is_cached_opened_alone_and_told_from_a_whole_models(mini, tmp
         AcceleratedEncoder.from_pretrained(tmp_path / "int8", precision="fp32")
     with pytest.raises(InputError, match="encoder alone"):
         accelerate(tmp_path / "int8")
+    export_encoder("mini", tmp_path / "fp32")
     with pytest.raises(InputError, match="encoder alone"):
-        Fp32Export.read(export_folder := tmp_path / "fp32") if export_encoder("mini", tmp_path / "fp32") else None
-    assert export_folder.is_dir()
+        Fp32Export.read(tmp_path / "fp32")
     backend = open_backend("mini", progress=False)[0]
     with pytest.raises(InputError, match="whole model"):
         AcceleratedEncoder(backend.folder)

@@ -26,7 +26,7 @@ from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream
 from t5accel.errors import InputError
 
-often = settings(max_examples=150, deadline=None)
+often = settings(max_examples=60, deadline=None)
 
 
 def streamed(backend: Any, *arguments: Any, **options: Any) -> list[Any]:
@@ -153,7 +153,7 @@ OWN = {
 }
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(ALGORITHMS)), valid | anything, st.none() | anything, bounds, bounds, st.none() | junk,
        st.data())  # fmt: skip
 def test_junk_raises_input_error_at_most(name: str, ids: Any, mask: Any, most: Any, least, prefix: Any, data) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from refused import refused
 
 from t5accel.distillation.losses import OBJECTIVES, Objective, as_objective, matched_layers, student_loss
 from t5accel.distillation.optimizer import batch_loss, model_inputs
@@ -134,17 +132,6 @@ def test_only_the_teachers_losses_need_a_teacher(tiny_t5) -> None:
     for name in ("logits", "hidden"):
         with pytest.raises(InputError, match="teacher"):
             student_loss(tiny_t5(), None, BATCH, EACH[name])
-
-
-NAN = float("nan")
-
-
-def test_weights_and_temperatures_that_are_none_are_refused() -> None:
-    refused(lambda labels: Objective(**labels), "labels", {})
-    refused(Objective, "labels", 0.0, -1.0, NAN)
-    refused(partial(Objective, labels=1.0), "hidden", -0.1)
-    refused(partial(Objective, labels=1.0), "temperature", 0.0, -2.0, NAN)
-    refused(partial(Objective, labels=1.0), "smoothing", 1.0, -0.1)
 
 
 def test_an_objective_goes_by_its_name() -> None:

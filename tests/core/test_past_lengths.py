@@ -16,7 +16,7 @@ events = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(batch=st.integers(1, 4), rows=st.integers(1, 3), events=events)
 def test_the_indices_gather_what_lists_would_hold(batch: int, rows: int, events: list[tuple[str, int]]) -> None:
     histories, lists = PastLengths.empty(batch, rows), [[[] for _ in range(rows)] for _ in range(batch)]

@@ -86,20 +86,20 @@ def stand_in() -> Any:
 
 @pytest.fixture
 def on_cpu(exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., TensorRT]:
-    """``on_cpu(kind)``: the backend over that export, with graphs in the place of engines."""
+    """``on_cpu()``: the backend over an export, with graphs in the place of engines."""
 
-    def build(kind: str = "deeper-decoder") -> TensorRT:
-        folder = exported(kind)
+    def build() -> TensorRT:
+        folder = exported()
         monkeypatch.setattr(module, "cached_engines", lambda *_, **__: {p.name: p for p in folder.glob("*.onnx")})
         return TensorRT(folder, sizes=SIZES, trt=stand_in(), device="cpu")
 
     return build
 
 
-def test_a_program_with_everything_in_it(on_cpu: Any, tiny_t5: Any, kind: str, padded_batch: Any) -> None:
-    backend = on_cpu(kind)
+def test_a_program_with_everything_in_it(on_cpu: Any, tiny_t5: Any, padded_batch: Any) -> None:
+    backend = on_cpu()
     assert isinstance(backend, Backend)
-    check_program(backend, tiny_t5(kind), *padded_batch, 2, PROGRAM)
+    check_program(backend, tiny_t5(), *padded_batch, 2, PROGRAM)
 
 
 def test_tokens_and_scores_of_searches(on_cpu: Any, tiny_t5: Any, padded_batch: Any) -> None:

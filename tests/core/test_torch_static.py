@@ -15,14 +15,11 @@ from programs import ATOL, teacher_forced
 from refused import refused
 from test_drafting import check_equals_greedy
 
-from bench.baselines.ort_cuda_graph import OrtCaptured
 from t5accel.backends import torch_static, torch_static_buffers, torch_static_loops, torch_static_rows
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
 from t5accel.backends.torch_static_buffers import LONGEST_RUN
-from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import STEPS_PER_SYNC, greedy
-from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.parity import assert_close, assert_varied
 
 SMALL = (8, 16, 32)
@@ -70,29 +67,14 @@ def test_greedy_reads_the_tokens_only_now_and_then(tiny_t5, padded_batch) -> Non
     assert asked == [STEPS_PER_SYNC, STEPS_PER_SYNC, 40 - 1 - 2 * STEPS_PER_SYNC] and found.decoder_calls == 40
 
 
-# Backends that take many steps before the host reads the tokens.
-RUNNING = {
-    "TorchStatic": lambda model, folder: TorchStatic(model),
-    "OrtCaptured": lambda _, folder: OrtCaptured(folder),
-}
-
-
-@pytest.mark.parametrize("name", RUNNING)
-def test_on_the_trained_model_rows_end_in_the_middle_of_a_run(mini, exported_mini, name: str) -> None:
+def test_on_the_trained_model_rows_end_in_the_middle_of_a_run(mini) -> None:
     model, tokenizer = mini
     texts = [f"translate English to French: {text}" for text in ("I am tired.", "Where is my bag?", "Yes.")]
     inputs = tokenizer(texts, return_tensors="np", padding=True)
     batch = inputs["input_ids"], inputs["attention_mask"]
     expected = greedy(TorchEager(model), *batch, max_new_tokens=30).sequences
     assert len({len(row[row != 0]) for row in expected}) > 1
-    check_eager_tokens(RUNNING[name](model, exported_mini), model, batch, max_new_tokens=30)
-
-
-@pytest.mark.parametrize("search", [prompt_lookup, partial(beam_search, num_beams=3)], ids=["lookup", "beam"])
-@pytest.mark.parametrize("name", RUNNING)
-def test_other_algorithms_run_on_it(tiny_t5, exported, padded_batch, name: str, search: Any) -> None:
-    backend = RUNNING[name](tiny_t5(), exported())
-    check_eager_tokens(backend, tiny_t5(), padded_batch, search, max_new_tokens=24)
+    check_eager_tokens(TorchStatic(model), model, batch, max_new_tokens=30)
 
 
 def test_a_run_is_bounded_and_counted(tiny_t5, padded_batch) -> None:
@@ -106,11 +88,8 @@ def test_a_run_is_bounded_and_counted(tiny_t5, padded_batch) -> None:
     np.testing.assert_array_equal(np.concatenate(pieces, axis=2), first)
 
 
-@pytest.mark.parametrize("name", RUNNING)
-def test_a_suppressed_token_does_not_come_and_only_while_it_is_suppressed(
-    tiny_t5, exported, padded_batch, name: str
-) -> None:
-    backend = RUNNING[name](tiny_t5(), exported())
+def test_a_suppressed_token_does_not_come_and_only_while_it_is_suppressed(tiny_t5, padded_batch) -> None:
+    backend = TorchStatic(tiny_t5())
     source = backend.encode(*padded_batch)
     free = backend.run_greedy(backend.new_state(source), 8)
     token = int(free[0, 0, 0])
