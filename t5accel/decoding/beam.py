@@ -12,7 +12,7 @@ from t5accel.checks import as_count, is_number
 from t5accel.decoding.backend import NOT_FINITE, Backend, Generated, State, SuppressedTokens, shrunk
 from t5accel.decoding.request import GenerationInputs
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, is_eos
-from t5accel.errors import InputError
+from t5accel.errors import EngineError, InputError
 
 DEFAULT_BEAMS = 4
 # Steps of `run_beams` and `run_samples` between two checks for ended sources: first few, for short answers, then twice
@@ -337,7 +337,7 @@ class BeamState:
         """Return each source's ``count`` best answers (B * n, L), and their scores (B * n,)."""
         nodes = self._finished.nodes[:, :count]
         if (nodes[:, 0] == START).any():
-            raise InputError(NOT_FINITE)
+            raise EngineError(NOT_FINITE)
         return self._tree.sequences(nodes.ravel(), pad_token_id=pad_token_id), self._finished.scores[:, :count].ravel()
 
 

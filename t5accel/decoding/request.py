@@ -55,7 +55,7 @@ class GenerationInputs:
 
         With ``drafts_only`` this model's unsupported constraints do not matter: another model verifies its tokens.
         """
-        check_backend(backend, methods)
+        check_backend(backend, methods, "draft" if drafts_only else "backend")
         rules = getattr(backend, "rules", NO_CONSTRAINTS)
         if not drafts_only:
             rules.require_supported()

@@ -14,7 +14,7 @@ from t5accel.decoding.backend import NOT_FINITE, Backend, State, shrunk
 from t5accel.decoding.beam import FIRST_RUN, LONGEST_RUN
 from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
 from t5accel.decoding.token_constraints import is_eos
-from t5accel.errors import InputError
+from t5accel.errors import EngineError, InputError
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def probabilities(
     The numbers are those of transformers' ``LogitsProcessor`` classes, but in float64: a token at the very edge of
     ``top_p`` or ``min_p``, within float32's rounding, may fall on the other side.
 
-    ``logits`` (…, V) are not changed; ``InputError`` if a row's maximum is not finite. ``history`` (…, L) has the
+    ``logits`` (…, V) are not changed; ``EngineError`` if a row's maximum is not finite. ``history`` (…, L) has the
     tokens of each row so far, with the start token as in transformers, 0 in ``history_mask`` marks padding;
     ``repetition_penalty`` alone needs it.
     """
@@ -72,7 +72,7 @@ def probabilities(
         np.copyto(scores, penalised, where=seen)
     highest = scores.max(axis=-1, keepdims=True)
     if not np.isfinite(highest).all():
-        raise InputError(NOT_FINITE)
+        raise EngineError(NOT_FINITE)
     scores -= highest  # before the division, which might overflow
     scores /= sampling.temperature
     if 0 < sampling.top_k < vocab_size:

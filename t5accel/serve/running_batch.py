@@ -16,7 +16,6 @@ from t5accel.decoding.beam import BeamState, BeamTopK
 from t5accel.decoding.greedy_search import argmax_tokens
 from t5accel.decoding.sampling import SamplingParams, draw, generators, probabilities
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
-from t5accel.errors import EngineError
 from t5accel.serve.request import GenerationRequest, GenerationResult
 
 # A sequence turns the logits of its own rows into their next tokens. The results are those of `decoding`: of `greedy`,
@@ -144,8 +143,6 @@ class BeamSequence:
 
     def _best(self) -> list[GenerationResult]:
         sequences, scores = self._beams.best(self._returned, pad_token_id=self._pad)
-        if not np.isfinite(scores[0]):
-            raise EngineError("The logits are not finite: serve the model in fp32 or bf16.")
         found = []
         for row, score in zip(sequences.tolist(), scores.tolist(), strict=True):
             # A sequence without an end token has the full length, so none ends in padding.

@@ -172,8 +172,7 @@ def test_stop_strings_of_a_model_end_its_answers(mini, saved) -> None:
     batch = tokenizer([TEXT], return_tensors="pt")
     whole = model.generate(**batch, max_new_tokens=20)
     model.generation_config.stop_strings = [tokenizer.decode(whole[0, 2:4])]
-    expected = model.generate(**batch, max_new_tokens=20, tokenizer=tokenizer)
-    assert expected.shape[1] < whole.shape[1]
+    expected = whole[:, :4]  # transformers 4.57 hands the tokenizer on to a T5, which does not take it
     backend = open_backend(saved(model), progress=False)[0]
     found = by_defaults(backend, max_new_tokens=20)(batch["input_ids"].numpy(), batch["attention_mask"].numpy())
     assert found.tolist() == expected[:, 1:].tolist()

@@ -97,7 +97,7 @@ REFUSED: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
     (Recipe, dict(name=(None, "", "two words", "a/b", "x" * 61, "int8\n"))),
     (partial(Recipe, "x"), dict(
         dtype=("fp16", None, np.float16), encoder=("int8", RECIPES["int8"]), decoder=("int8",), head=("int8",),
-        embedding=("int8", DYNAMIC, Scheme("static")), kept=(None, "lm_head", ["lm_head"], *((one,) for one in GROUPS)),
+        embedding=("int8", DYNAMIC, Scheme("static")),
         overrides=(None, ("lm_head",), (("lm_head", "int8"),), {"lm_head": INT8}, (("embedding", DYNAMIC),),
                    *(((one, None),) for one in GROUPS)))),
     (RECIPES["int8"].without, dict(groups=tuple([one] for one in GROUPS))),
@@ -125,7 +125,7 @@ REFUSED: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
 def test_each_door_names_the_argument_that_it_refuses(number: int) -> None:
     call, arguments = REFUSED[number]
     for argument, junk in arguments.items():
-        match = {"groups": "group", "kept": "kept|group", "overrides": "overrides|group|embedding", "sizes": "T5|sizes",
+        match = {"groups": "group", "overrides": "overrides|group|embedding", "sizes": "T5|sizes",
                  "samples_s": "at least one|above 0", "candidates": "alone|used once",
                  "multiple_of": "multiple_of|neurons"}.get(argument)  # fmt: skip
         refused(call, argument, *junk, match=match)

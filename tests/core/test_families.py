@@ -639,11 +639,10 @@ def test_calibration_knows_both_vocabularies_and_the_positions(built: Built) -> 
         return collect_ranges(built.folder / "fp32", [sample])
 
     assert ranges([5, last], [start, 5])
-    for ids, tokens, message in (
-        ([5, last + 1], [start], f"input_ids must lie in 0 … {last}"),
-        ([5] * 41, [start], "at most 40 tokens"),
-        ([5], [5] * 41, "at most 40 tokens"),
-    ):
+    beyond = [([5] * 41, [start], "at most 40 tokens"), ([5], [5] * 41, "at most 40 tokens")]
+    if built.model.config.model_type in GEMMAS:  # whose positions have no end
+        beyond = []
+    for ids, tokens, message in (([5, last + 1], [start], f"input_ids must lie in 0 … {last}"), *beyond):
         with pytest.raises(InputError, match=message):
             ranges(ids, tokens)
 

@@ -98,7 +98,6 @@ overrides = st.dictionaries(groups, st.none() | any_scheme, max_size=3).map(lamb
 recipes = st.builds(
     Recipe, st.from_regex(r"[\w.+-]{1,60}", fullmatch=True), st.sampled_from(DTYPES), st.none() | any_scheme,
     st.none() | any_scheme, st.none() | any_scheme, st.none() | schemes, overrides,
-    st.lists(groups, max_size=2, unique=True).map(tuple),
 )  # fmt: skip
 
 

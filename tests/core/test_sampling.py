@@ -15,6 +15,7 @@ from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.sampling import SamplingParams, probabilities, sample
+from t5accel.errors import EngineError
 from t5accel.parity import assert_varied
 
 WARM = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, repetition_penalty=1.2)
@@ -196,7 +197,7 @@ def test_logits_that_are_not_finite_are_refused(value: float) -> None:
     chain = Chain()
     chain.logits[:] = value
     for top_p in (1.0, 0.9):
-        refused(partial(sample, chain, [[2]], max_new_tokens=4), "top_p", top_p, match="logits must be finite")
+        refused(partial(sample, chain, [[2]], max_new_tokens=4), "top_p", top_p, match="finite", error=EngineError)
 
 
 def test_prefixes_of_which_some_begin_with_the_start_are_refused() -> None:
