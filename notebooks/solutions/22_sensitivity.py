@@ -30,6 +30,7 @@ def cost_at(names, megabytes):
 for megabytes in (7.5, 8.5, 9.5):
     by_cost, by_byte = cost_at(order, megabytes), cost_at(per_weight, megabytes)
     print(f"{megabytes} MB: by cost {by_cost:.3f}, by cost for each byte {by_byte:.3f}")
+    assert by_byte < by_cost
 
 # %% Exercise 2: rows with very different maxima must share one scale; the costs grow most where rows differ most.
 everything = {}
