@@ -19,6 +19,7 @@ Source = Any  # what `encode` returns; opaque to the algorithms
 State = Any  # the decoder's state, opaque too; methods that take one change it in place
 VOCABULARY = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")  # attributes of every backend
 SuppressedTokens = int | tuple[int, ...] | None  # one or several tokens that must not be chosen
+NOT_FINITE = "A model's logits must be finite, got NaN or infinity. Run it in fp32 or bf16."
 
 
 @runtime_checkable
