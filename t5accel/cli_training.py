@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, make_dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,7 +51,7 @@ def distill(
     threads: ThreadsOption = None,
 ) -> None:
     """Train a student, with fewer decoder layers, to write what its teacher writes; interrupted, it goes on."""
-    from t5accel.distillation.checkpointing import Checkpoint, require_device
+    from t5accel.distillation.checkpointing import require_device
     from t5accel.distillation.student import DistillConfig, layer_map, shrink_decoder
     from t5accel.distillation.student import distill as run
     from t5accel.models.sizes import T5Dims
@@ -66,15 +65,14 @@ def distill(
     require_device(device.value)
     shrink_decoder(model, chosen)  # layers that there are not are refused before the teacher writes
     own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
-    of, is_written = _sha256(model, tokenizer), loss == "sequence"
-    recorded = own.recorded(config, teacher=of, most=own.most * is_written, batch_tokens=batch_tokens)
+    is_written = loss == "sequence"
     with kept(KEPT.format(out)):
         if is_written:
-            Checkpoint(out, recorded, model, []).resume("cpu", checks_only=True)  # before the teacher writes
-            answers = _beams(teacher, model, tokenizer, device.value, own.most, threads)
-            own = own.written_by(answers, out / "teacher.jsonl", f"{of[:16]}, {own.most} tokens")
+            opened = cache(partial(_beams, teacher, model, tokenizer, device.value, own.most, threads))
+            by = f"{_sha256(model, tokenizer)}, {own.most} tokens"
+            own = own.written_by(lambda texts: opened()(texts), out / "teacher.jsonl", by)
         student = run(
-            model, tokenizer, own.mixture(batch_tokens, by_teacher=is_written), out, recorded,
+            model, tokenizer, own.mixture(batch_tokens, by_teacher=is_written), out, config,
             validate=own.validate, device=device.value,
         )  # fmt: skip
     own.keep(student, tokenizer, out / "model", model, teacher_name=teacher, how="distilled", settings=asdict(config))
@@ -113,11 +111,9 @@ def prune(
     whole, tokenizer = _opened(model, out, threads)
     of = None if teacher is None else _with_tokenizer(teacher)[0]
     own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
-    hashes = dict(model=_sha256(whole, tokenizer), teacher=of and _sha256(of, None))
-    recorded = own.recorded(config, **hashes, batch_tokens=batch_tokens)
     with kept(KEPT.format(out)) if steps else nullcontext():
         student = run(
-            whole, tokenizer, own.mixture(batch_tokens), out, recorded, teacher=of, validate=own.validate,
+            whole, tokenizer, own.mixture(batch_tokens), out, config, teacher=of, validate=own.validate,
             device=device.value,
         )  # fmt: skip
     own.keep(student, tokenizer, out / "model", whole, teacher_name=model, how="pruned", settings=asdict(config))
@@ -150,20 +146,13 @@ class _UserRows:
         targets = tokenizer([target for rows in examples for _, target in rows], verbose=False)["input_ids"]
         return cls(examples, weights, sources, validate, min(longest, 2 * max(map(len, targets))))
 
-    def recorded(self, config, **facts):  # noqa: ANN001, ANN003, ANN201
-        """The configuration with all else that decides the outcome: a checkpoint goes on with the same alone."""
-        rows = [[row for row in of if row[0] not in self.evaluated] for of in self.examples]
-        facts |= dict(rows=sha256(json.dumps(rows).encode()).hexdigest(), weights=self.weights)
-        kind = make_dataclass("Recorded", [("made_of", dict)], bases=(type(config),), frozen=True, kw_only=True)
-        return kind(**vars(config), made_of=facts)
-
-    def written_by(self, generate: Callable[[list[str]], list[str]], file: Path, task: str) -> _UserRows:
-        """The same sources with the teacher's outputs, which ``file`` keeps by a ``task`` that names the teacher."""
+    def written_by(self, generate: Callable[[list[str]], list[str]], file: Path, by: str) -> _UserRows:
+        """The same sources with the teacher's outputs, which are kept in ``file``."""
         from t5accel.distillation.teacher_outputs import read_teacher_outputs, write_teacher_outputs
 
-        wanted = {(task, source): None for rows in self.examples for source, _ in rows}
-        write_teacher_outputs(file, generate, list(wanted))
-        texts = dict(read_teacher_outputs(file)[task])
+        wanted = {("examples", source): None for rows in self.examples for source, _ in rows}
+        write_teacher_outputs(file, generate, list(wanted), by=by)
+        texts = dict(read_teacher_outputs(file)["examples"])
         return replace(self, examples=[[(source, texts[source]) for source, _ in rows] for rows in self.examples])
 
     def mixture(self, tokens: int, *, by_teacher: bool = False):  # noqa: ANN201

@@ -126,11 +126,8 @@ def test_distill_lets_the_teacher_write_first_where_that_is_the_loss(teacher, sa
     written(call(*options, "--steps", 2), out / "model")
     assert (out / "teacher.jsonl").read_bytes().strip() == before, "what is written is not written again"
     other = ("--teacher", saved(random_t5(SIZES, seed=2), "other"))
-    assert "was made with" in refused(*options, *other, "--steps", 2), "before the other teacher writes"
-    (out / "checkpoint.pt").unlink()
-    written(call(*options, *other, "--steps", 1), out / "model")
-    again, theirs = map(dict, read_teacher_outputs(out / "teacher.jsonl").values())
-    assert again == found and dict(seen[-1].examples["examples"](rng) for _ in range(200)) == theirs
+    assert "was written by another teacher" in refused(*options, *other, "--steps", 2)
+    assert (out / "teacher.jsonl").read_bytes().strip() == before
 
 
 @pytest.mark.parametrize(("command", "name"), [("distill", "--teacher"), ("prune", "--model")])
@@ -140,7 +137,7 @@ def test_a_run_goes_on_with_the_same_model_and_rows_alone(command, name, teacher
     written(call(*options, 1, "--loss", "labels"), out / "model")
     before = (out / "checkpoint.pt").read_bytes()
     of_command = () if command == "distill" else (("--teacher", other),)
-    for more in ((name, other), ("--data", dev), ("--batch-tokens", 121), *of_command):
+    for more in ((name, other), ("--data", dev), ("--batch-tokens", 60), *of_command):
         assert "was made with" in refused(*options, 1, "--loss", "labels", *more)
     assert (out / "checkpoint.pt").read_bytes() == before
     written(call(*options, 2, "--loss", "labels", "--eval", dev, "--longest", 100), out / "model")
