@@ -58,7 +58,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 	constraints sbom audit wheel wheelhouse badges clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 translate: .venv/.stamp ## Translate a sentence into French with the bundled model [TEXT="I am tired."]
 	@$(VENV) -m t5accel run "translate English to French: $(TEXT)"
@@ -122,6 +122,7 @@ site: $(SITE)/.stamp $(if $(NPM),web) ## Build README, guides, notebooks, scoreb
 	@cat README.md docs/site/contents.md > build/site-source/index.md
 	@$(VENV) scripts/site_pages.py build/site-source $(if $(NPM),--web)
 	@$(SITE)/bin/python -m sphinx -q -W --keep-going -j auto -c docs/site build/site-source build/site
+	@$(SITE)/bin/python scripts/site_licences.py > build/site/LICENSES.txt
 	@$(if $(NPM),cp -R build/web build/site/web,echo "npm is missing: without the web page.")
 	@echo "Open build/site/index.html."
 
@@ -211,7 +212,7 @@ wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms withou
 badges: ## Write the course's address into README and notebooks: REPO=owner/name [BRANCH=main]
 	@"$(PYTHON)" scripts/badges.py "$(REPO)" --branch "$(BRANCH)"
 
-clean: ## Remove what can be made again, except the environments
+clean: ## Remove what can be made again, except .venv and .venv-v5
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name .venv -prune -o -name .venv-v5 -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 

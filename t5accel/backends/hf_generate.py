@@ -12,6 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -354,15 +355,23 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
         if Path(source).resolve() in target.resolve().parents:
             raise InputError(f"{target} lies inside {source}, the folder to copy. Give a folder elsewhere.")
         with locked(target), staged(target) as folder:
-            shutil.copytree(source, folder, dirs_exist_ok=True)
+            # A folder that was downloaded holds other files, too, such as a model card.
+            for name in (*read_manifest(source, verify=False).files, MANIFEST):
+                shutil.copy2(Path(source, name), folder)
             # Checked before it is written again, or damage would get hashes that are right.
-            manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
+            manifest = read_manifest(folder)
             self.config.save_pretrained(folder)
             self.generation_config.save_pretrained(folder)
-            if manifest is not None:
-                asked = {"rules": constraints_from_config(self).to_json(), "tokens": special_tokens(self)}
-                replace(manifest, **asked).write(folder)
+            asked = {"rules": constraints_from_config(self).to_json(), "tokens": special_tokens(self)}
+            replace(manifest, **asked).write(folder)
             if target.exists():
                 target.rmdir()  # fails if somebody has put a file there since
         if push_to_hub:
             self.push_to_hub(upload.pop("repo_id", target.name), **upload)
+
+    def push_to_hub(self, repo_id: str, *args: Any, **options: Any) -> Any:
+        """Upload what `save_pretrained` writes; arguments as in transformers."""
+        if not args and "use_temp_dir" in signature(super().push_to_hub).parameters:
+            # transformers 4.57 would save into a folder of the repository's name, if there is one.
+            options.setdefault("use_temp_dir", True)
+        return super().push_to_hub(repo_id, *args, **options)

@@ -35,7 +35,7 @@ from transformers.generation import (
 )
 
 from t5accel.backends.hf_cache import CACHE, DecoderCache
-from t5accel.checks import check_vocabulary
+from t5accel.checks import as_integers, check_vocabulary
 from t5accel.decoding.beam import BeamState
 from t5accel.decoding.greedy_search import greedy_steps
 from t5accel.decoding.request import GenerationInputs, StepStream
@@ -115,10 +115,10 @@ class BackendLoops:
         """transformers' ``_sample`` with any processors and criteria, draw by draw, without inputs and outputs."""
         cache: DecoderCache = call[CACHE]
         ends = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
-        is_open = torch.ones(len(sequences), dtype=torch.bool)
+        is_open = torch.ones(len(sequences), dtype=torch.bool, device=sequences.device)
         while True:
-            logits = cache.append(sequences[:, cache.length :])
-            scores = logits_processor(sequences, logits[:, -1].clone())  # which may write into them
+            # A copy, which processors may write into: the backend uses the memory of its logits again.
+            scores = logits_processor(sequences, cache.append(sequences[:, cache.length :])[:, -1].clone())
             if generation_config.do_sample:
                 tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
             else:
@@ -207,31 +207,38 @@ class BackendLoops:
         """The inputs of our own loop; ``None`` unless only lengths, ends and `TokenConstraints` bound the call."""
         cache, read = others.get(CACHE), prefix.shape[1]
         found = _constraints(logits_processor, self.backend.vocab_size)
-        if found is None or not _is_private(**others) or cache.shape[1] != rows:
+        if found is None or not _is_private(**others) or cache.shape != (len(prefix), rows):
             return None
         rules, processors = found
         by_type = {type(each): each for each in (*processors, *stopping_criteria)}
-        # Each processor that knows of ends has the same ones.
-        ends = {tuple(each.eos_token_id.tolist()) for each in by_type.values() if hasattr(each, "eos_token_id")}
         if (
             set(by_type) - _LENGTH_PROCESSORS != {MaxLengthCriteria, EosTokenCriteria}
             or len(by_type) < len(processors) + len(stopping_criteria)
-            or len(ends) != 1
             or generation_config._pad_token_tensor != self.backend.pad_token_id
-            or any(not 0 <= end < self.backend.vocab_size for end in next(iter(ends)))
         ):
             return None
-        longest, least = by_type[MaxLengthCriteria].max_length - read, 0
+        # A caller's own criterion or processor takes the place of the one that generate() makes, with other numbers.
+        whole, ends = generation_config.max_length, tuple(generation_config._eos_token_tensor.reshape(-1).tolist())
+        forces = [each for each in logits_processor if type(each) is ForcedEOSTokenLogitsProcessor]
+        known = [each.eos_token_id.reshape(-1).tolist() for each in by_type.values() if hasattr(each, "eos_token_id")]
+        if (
+            not float(whole).is_integer()
+            or any(each.max_length != whole for each in (by_type[MaxLengthCriteria], *forces))
+            or any(tuple(one) != ends for one in known)
+            or any(not 0 <= end < self.backend.vocab_size for end in ends)
+        ):
+            return None
+        longest, least = int(whole) - read, 0
         if shortest := by_type.get(MinLengthLogitsProcessor):
             least = shortest.min_length - read
         if shortest := by_type.get(MinNewTokensLengthLogitsProcessor):
             least = max(least, shortest.prompt_length_to_skip + shortest.min_new_tokens - read)
         if longest < 1 or longest + read - 1 > getattr(self.backend, "positions", math.inf):
             return None
-        given = prefix.cpu().numpy()
+        given = as_integers(prefix, "decoder_input_ids", rank=2)
         check_vocabulary(given, self.backend.vocab_size, "decoder_input_ids")
         ids, mask = (array[cache.sources] for array in (cache.encoded.ids, cache.encoded.mask))
-        return GenerationInputs(ids, mask, given, longest, max(0, min(least, longest)), next(iter(ends)), rules)
+        return GenerationInputs(ids, mask, given, longest, max(0, min(least, longest)), ends, rules)
 
 
 def _reads_history(processor: Any) -> bool:
@@ -267,6 +274,8 @@ def _constraints(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConst
     others, never, seen = [], set(), {type(each) for each in processors}
     for each in processors:
         if type(each) is ForcedBOSTokenLogitsProcessor:
+            if not isinstance(each.bos_token_id, int):  # several, each with a score of 0
+                return None
             fields["forced_bos_token_id"] = each.bos_token_id
         elif type(each) is ForcedEOSTokenLogitsProcessor:
             ends = each.eos_token_id.tolist()

@@ -46,10 +46,12 @@ def by_defaults(
         return lambda ids, mask: search(backend, ids, mask, max_new_tokens=longest, **first).sequences
     from t5accel.backends.hf_generate import AcceleratedT5
 
-    generate, ends = AcceleratedT5.around(backend).generate, rules.eos_tokens(backend.eos_token_id)
+    model, ends = AcceleratedT5.around(backend), rules.eos_tokens(backend.eos_token_id)
     options: dict[str, Any] = dict(
         num_beams=beams, max_new_tokens=longest, num_return_sequences=1, return_dict_in_generate=False
     )
+    if any(field.startswith("stop_strings=") for field in rules.unsupported):
+        options["tokenizer"] = model.tokenizer
     options |= {name: token for name, token in first.items() if token is not None}
     if num_beams is not None:
         options["do_sample"] = False
@@ -58,7 +60,7 @@ def by_defaults(
         import torch
 
         source = [torch.from_numpy(np.array(array)) for array in (ids, mask)]
-        tokens = generate(source[0], attention_mask=source[1], **options)[:, 1:].numpy()
+        tokens = model.generate(source[0], attention_mask=source[1], **options)[:, 1:].numpy()
         is_end = is_eos(tokens, ends)
         # transformers' beams repeat the first end there, which may be a word.
         return np.where(is_end.cumsum(axis=1) - is_end > 0, backend.pad_token_id, tokens)

@@ -120,7 +120,7 @@ def _references(arrays: Sequence[np.ndarray]) -> list[int]:
 # than on pages of 4 KiB. ONNX Runtime allocates packed weights by plain malloc, which most systems back with small
 # pages, so they are exchanged once they are there. That takes about a millisecond per megabyte, once.
 
-MAPS, MEMORY = Path("/proc/self/maps"), Path("/proc/self/smaps_rollup")
+MAPS = Path("/proc/self/maps")
 PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 MADV_COLLAPSE = 25  # Linux 6.1
 MIN_COLLAPSED_BYTES = 16 << 20  # smaller pieces hold no weights; a thread's stack of 8 MiB would be made resident
@@ -130,8 +130,7 @@ MIN_COLLAPSED_BYTES = 16 << 20  # smaller pieces hold no weights; a thread's sta
 def huge_pages(enabled: bool = True) -> Iterator[None]:
     """Move what is allocated in the ``with`` block, and still there at its end, to huge pages.
 
-    Where the system declines, the pages stay as they are; `huge_bytes` tells. What other threads allocate meanwhile may
-    move, too.
+    Where the system declines, the pages stay as they are. What other threads allocate meanwhile may move, too.
     """
     before = _private_memory() if enabled else []
     yield
@@ -139,15 +138,6 @@ def huge_pages(enabled: bool = True) -> Iterator[None]:
         for start, end in _private_memory():
             for first, last in _without(before, start, end):
                 _collapse(first, last)
-
-
-def huge_bytes() -> int:
-    """How much of this process's own memory lies on huge pages; 0 where the system does not say."""
-    try:
-        found = re.search(r"^AnonHugePages:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) * 1024 if found else 0
 
 
 def _private_memory() -> list[tuple[int, int]]:

@@ -43,9 +43,6 @@ class SessionSettings:
     # Threads wait for the next operator awake: a step is hundreds of operators of microseconds, and waking takes longer
     # than most of them. Turn it off where cores are shared with other work.
     spinning: bool = True
-    # Plan the memory of a run once for each combination of input shapes. Off: as the past grows no combination comes
-    # twice, so that every step would make a plan, and all plans are kept.
-    memory_pattern: bool = False
     arena: bool = True  # keep freed memory for the next step
     huge_pages: bool = True  # move the weights to huge pages where the system can, see `ort_memory.huge_pages`
     shortlist: bool = True  # on a CPU, find the likeliest token by an export's shortlist
@@ -57,7 +54,7 @@ class SessionSettings:
     def __post_init__(self) -> None:
         if self.threads is not None and as_count(self.threads, "threads", at_least=1) > MAX_THREADS:
             raise InputError(f"threads must be at most {MAX_THREADS}, got {self.threads}.")
-        for name in ("spinning", "memory_pattern", "arena", "huge_pages", "shortlist", "openvino"):
+        for name in ("spinning", "arena", "huge_pages", "shortlist", "openvino"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.device, str) or self.device not in PROVIDERS:
@@ -163,7 +160,7 @@ def open_session(
 ) -> onnxruntime.InferenceSession:
     """A session on one graph.
 
-    ``weights`` replace the graph's own of the same name; keep them as long as the session. Raises ``ExportError`` for
+    ``weights`` replace the graph's own of the same name. Raises ``ExportError`` for
     a file that this ONNX Runtime cannot run, and ``MissingPackageError`` without the onnxruntime of the device.
     """
     from t5accel import machine
@@ -179,7 +176,8 @@ def open_session(
     options.graph_optimization_level = optimization_level(settings.graph_optimization)
     options.intra_op_num_threads = settings.threads or machine.cpu_threads()
     options.inter_op_num_threads = 1  # the layers of a step depend on each other
-    options.enable_mem_pattern = settings.memory_pattern
+    # A plan of a run's memory is made for each combination of input shapes, and kept: as the past grows, at every step.
+    options.enable_mem_pattern = False
     options.enable_cpu_mem_arena = settings.arena
     options.log_severity_level = 3  # errors only
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(settings.spinning)))
@@ -199,6 +197,7 @@ def open_session(
             f"{path} cannot be run on device={settings.device!r} by onnxruntime {onnxruntime.__version__}: {error}"
         ) from error
     session.disable_fallback()
+    session.weights = weights  # which ONNX Runtime only points to: a run may outlive the backend that was closed
     # Without its libraries onnxruntime logs that and goes on; 1.20 falls back to the CPU all the same while it opens.
     if provider not in session.get_providers():
         raise MissingPackageError(

@@ -1,5 +1,6 @@
 """The one-liner: from any kind of model to the same answers, faster."""
 
+import copy
 import subprocess
 import sys
 from functools import partial
@@ -10,7 +11,8 @@ import torch
 from refused import refused
 
 import t5accel
-from t5accel.api import _choose_runtime, accelerate
+from t5accel.api import _choose_runtime, accelerate, open_backend
+from t5accel.backends.model_defaults import by_defaults
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Error, UnknownModelError, install
 from t5accel.graphs.export import export_model
@@ -162,3 +164,15 @@ def test_without_torch_a_sentence_says_what_to_install() -> None:
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, second = answer.stdout.splitlines()
     assert "open_backend" in first and all(install("cpu") in line for line in (first, second))
+
+
+def test_stop_strings_of_a_model_end_its_answers(mini, saved) -> None:
+    model, tokenizer = copy.deepcopy(mini[0]), mini[1]
+    batch = tokenizer([TEXT], return_tensors="pt")
+    whole = model.generate(**batch, max_new_tokens=20)
+    model.generation_config.stop_strings = [tokenizer.decode(whole[0, 2:4])]
+    expected = model.generate(**batch, max_new_tokens=20, tokenizer=tokenizer)
+    assert expected.shape[1] < whole.shape[1]
+    backend = open_backend(saved(model), progress=False)[0]
+    found = by_defaults(backend, max_new_tokens=20)(batch["input_ids"].numpy(), batch["attention_mask"].numpy())
+    assert found.tolist() == expected[:, 1:].tolist()

@@ -21,7 +21,13 @@ from programs import NoMask, NoReorder, broken
 from refused import refused
 from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessor, TextIteratorStreamer
-from transformers.generation import RepetitionPenaltyLogitsProcessor
+from transformers.generation import (
+    EosTokenCriteria,
+    ForcedEOSTokenLogitsProcessor,
+    MaxLengthCriteria,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+)
 
 from bench.baselines.ort_iobinding import OrtBound
 from bench.evaluation import rows as task_rows
@@ -623,6 +629,52 @@ def test_whatever_else_is_asked_runs_in_transformers_loop(pair, batch, monkeypat
     assert torch.equal(*(getattr(each, "sequences", each) for each in (found, expected)))
 
 
+class StopAt(StoppingCriteria):
+    def __init__(self, eos_token_id: Any) -> None:
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.isin(input_ids[:, -1], torch.tensor(self.eos_token_id or 5))
+
+
+OWN_BOUNDS = {
+    "its own length, and a forced end of generate()'s": dict(
+        stopping_criteria=[MaxLengthCriteria(4)], forced_eos_token_id=1
+    ),
+    "a forced end before the last token": dict(logits_processor=[ForcedEOSTokenLogitsProcessor(4, 1)]),
+    "its own ends": dict(stopping_criteria=[EosTokenCriteria([*range(1, 60)])]),
+    "one end, no tensor": dict(stopping_criteria=[StopAt(5)]),
+    "several ends, no tensor": dict(stopping_criteria=[StopAt([5, 17, 33])]),
+    "no end": dict(stopping_criteria=[StopAt(None)]),
+    "several forced first tokens": dict(forced_bos_token_id=[7, 9]),
+    "a prefix in 32 bits": dict(decoder_input_ids=torch.tensor([[0, 5, 7]] * 6, dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("name", OWN_BOUNDS)
+def test_bounds_that_are_not_those_of_generate(pair, batch, name: str, num_beams: int) -> None:
+    """A caller's criterion or processor takes the place of generate()'s, whose numbers are others."""
+    options = dict(num_beams=num_beams, max_new_tokens=8, **OWN_BOUNDS[name])
+    expected = reference(pair[0], batch, **options)
+    assert_varied(expected, 2)
+    assert torch.equal(pair[1].generate(**batch, **options), expected)
+
+
+def test_a_length_that_is_no_whole_number(pair, batch) -> None:
+    for options in ({}, dict(do_sample=True), dict(suppress_tokens=[1])):
+        assert check(*pair, batch, max_new_tokens=3.5, **options).shape[1] == 5
+
+
+def test_prefixes_and_encoder_outputs_of_another_number_of_rows(pair, batch) -> None:
+    encoded = pair[1].encoder(**batch)
+    for options in ({}, dict(num_beams=3)):
+        with pytest.raises((InputError, ValueError), match=r"rows|batch"):
+            pair[1].generate(**batch, decoder_input_ids=torch.tensor([[0, 5]]), **SHORT, **options)
+        with pytest.raises((InputError, ValueError), match=r"rows|batch"):
+            pair[1].generate(batch["input_ids"][:1], encoder_outputs=encoded, **SHORT, **options)
+
+
 class Recorder(LogitsProcessor):
     """Keeps what it is given, as a processor and as a criterion, and bans the token that it saw last."""
 
@@ -832,14 +884,8 @@ def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> Non
 @pytest.fixture
 def exported(tiny_t5, tmp_path: Path) -> AcceleratedT5:
     """A model whose backend came from a folder."""
-    folder = tmp_path / "export"
-    (folder / "more").mkdir(parents=True)
-    (folder / "encoder.onnx").write_bytes(b"encoder")
-    (folder / "more" / "weights").write_bytes(b"weights")
-    own = tiny_t5()
-    backend = TorchEager(own)
-    backend.folder = folder
-    ours = behind(backend, own)
+    export_model(tiny_t5(), tmp_path / "export")
+    ours = AcceleratedT5.from_pretrained(tmp_path / "export")
     ours.generation_config.max_length = 33
     return ours
 
@@ -847,11 +893,15 @@ def exported(tiny_t5, tmp_path: Path) -> AcceleratedT5:
 def test_save_pretrained(exported, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
+    made = {path.name for path in (tmp_path / "export").iterdir()}
+    (tmp_path / "export" / "README.md").write_text("what came with a download is not copied")
+    (tmp_path / "export" / ".cache").mkdir()
     with quiet():
         for folder in (tmp_path / "new" / "deep", str(empty)):
             exported.save_pretrained(folder)
             saved = Path(folder)
-            assert (saved / "encoder.onnx").read_bytes() == b"encoder" and (saved / "more/weights").is_file()
+            assert {path.name for path in saved.iterdir()} == made
+            assert (saved / "encoder.onnx").read_bytes() == (tmp_path / "export" / "encoder.onnx").read_bytes()
             config = transformers.AutoConfig.from_pretrained(saved)
             assert config.vocab_size == 300 and config.num_decoder_layers == 3
             assert GenerationConfig.from_pretrained(saved).max_length == 33

@@ -294,10 +294,15 @@ def hub(monkeypatch) -> Hub:
     return fake
 
 
-def test_push_to_hub(static, exported, hub) -> None:
+def test_push_to_hub(static, exported, hub, tmp_path: Path, monkeypatch) -> None:
     there = {path.name for path in exported().iterdir()}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-t5").mkdir()  # into which transformers 4.57 would save
+    (tmp_path / "my-t5" / "mine").touch()
     assert static.push_to_hub("my-t5") == "me/my-t5" and hub.repositories == ["my-t5"]
     assert set(hub.files) == {*there, "README.md"} and all(hub.files.values())
+    static.save_pretrained("new", push_to_hub=True)
+    assert hub.repositories == ["my-t5", "new"]
 
 
 def test_save_pretrained_takes_the_arguments_of_transformers(static, hub, batch, tmp_path: Path) -> None:

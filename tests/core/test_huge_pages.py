@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from t5accel.backends import ort_memory as module
-from t5accel.backends.ort_memory import huge_bytes, huge_pages
+from t5accel.backends.ort_memory import huge_pages
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding.greedy_search import greedy
@@ -19,6 +20,13 @@ from t5accel.graphs.export import export_model
 from t5accel.models.random_init import random_t5
 
 SIZE = 64 << 20
+MEMORY = Path("/proc/self/smaps_rollup")
+
+
+def huge_bytes() -> int:
+    """How much of this process's own memory lies on huge pages; 0 where the system does not say."""
+    found = re.search(r"^AnonHugePages:\s+(\d+) kB", MEMORY.read_text() if MEMORY.exists() else "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def written_memory(size: int = SIZE) -> tuple[mmap.mmap, np.ndarray]:
@@ -65,11 +73,10 @@ def test_what_was_there_before_is_left_alone(linux_that_collapses):
     memory.close()
 
 
-@pytest.mark.parametrize("name", ["MAPS", "MEMORY", "PAGE_SIZE"])
+@pytest.mark.parametrize("name", ["MAPS", "PAGE_SIZE"])
 def test_other_systems_change_nothing(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(module, name, Path("/nowhere/at/all"))
     moved()
-    assert name != "MEMORY" or huge_bytes() == 0
 
 
 @pytest.mark.parametrize(

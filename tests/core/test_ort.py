@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import os
 import pickle
 import shutil
@@ -232,16 +233,30 @@ def test_invalid_arguments(runtime, exported, padded_batch, tmp_path: Path) -> N
 
 def test_invalid_settings(exported) -> None:
     for name, wrong in (("threads", [0, 1.5, 5000]), ("device", ["tpu", [], None]), ("spinning", [1]),
-                        ("arena", ["no"]), ("memory_pattern", [None])):  # fmt: skip
+                        ("arena", ["no"])):  # fmt: skip
         refused(SessionSettings, name, *wrong)
     with pytest.raises(InputError, match="OrtPointers"):
         OrtBound(exported(), settings=SessionSettings(device="cuda"))
 
 
-@pytest.mark.parametrize("options", [dict(threads=2, spinning=False), dict(memory_pattern=True), dict(arena=False)])
+@pytest.mark.parametrize("options", [dict(threads=2, spinning=False), dict(arena=False)])
 def test_settings_change_no_number(exported, opened, padded_batch, options: dict[str, Any]) -> None:
     backend = OrtNumpy(exported(), settings=SessionSettings(**{"threads": 1, **options}))
     assert_close(logits_of(backend, padded_batch), logits_of(opened(OrtNumpy), padded_batch), atol=ATOL)
+
+
+def test_a_run_may_outlive_its_backend(tiny_t5, padded_batch, tmp_path: Path) -> None:
+    """ONNX Runtime only points to the weights that both graphs share."""
+    export_model(tiny_t5(), tmp_path / "export", external_threshold_bytes=0)
+    backend = OrtNumpy(tmp_path / "export", settings=ONE_THREAD)
+    encoder, names = backend.encoder, backend.cross_names
+    inputs = dict(zip(("input_ids", "attention_mask"), padded_batch, strict=True))
+    before = encoder.run(names, inputs)
+    assert backend._weights and encoder.weights is backend._weights
+    backend.close()
+    gc.collect()
+    for found, expected in zip(encoder.run(names, inputs), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_damaged_graph_is_refused_and_nothing_is_printed(tmp_path: Path, capfd) -> None:
