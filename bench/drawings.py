@@ -305,19 +305,19 @@ def rounding_levels(cases: Mapping[str, tuple[np.ndarray, int]], bits: int = 4, 
 
 
 def next_token_probabilities(
-    words: Sequence[str], teacher: np.ndarray, student: np.ndarray, label: int, student_name: str = "a model"
+    tokens: Sequence[str], teacher: np.ndarray, student: np.ndarray, label: int, student_name: str = "a model"
 ) -> Figure:
     """What a label, and a teacher at temperatures 1 and 2, say of the teacher's likeliest next tokens.
 
-    ``words`` are those tokens, ``teacher`` and ``student`` logits of the whole vocabulary; the student's are points.
+    ``tokens`` are these, ``teacher`` and ``student`` logits of the whole vocabulary; the student's are points.
     """
 
     def shares(logits: np.ndarray, temperature: float) -> np.ndarray:
         powers = np.exp((logits.astype(float) - logits.max()) / temperature)
         return powers / powers.sum()
 
-    order = np.argsort(-teacher)[: len(words)]
-    rows = [word.strip("▁") or "(space)" for word in words]
+    order = np.argsort(-teacher)[: len(tokens)]
+    rows = [token.strip("▁") or "(space)" for token in tokens]
     panels = {"the label": ((np.arange(len(teacher)) == label).astype(float), None)}
     panels |= {f"the teacher, T = {t}": (shares(teacher, t), shares(student, t)) for t in (1, 2)}
     figure = blank_figure(10, 3.2)
@@ -327,7 +327,7 @@ def next_token_probabilities(
         if points is not None:
             axes.plot(points[order], range(len(rows)), "o", color="#e09f3e", label=f"{student_name} (student)")
         axes.set_title(title, fontsize=12)
-        axes.set_xlabel(f"probability (other words: {1 - bars[order].sum():.0%})", fontsize=11)
+        axes.set_xlabel(f"probability (other tokens: {1 - bars[order].sum():.0%})", fontsize=11)
         axes.tick_params(labelsize=11)
         axes.set_xlim(0)
         axes.locator_params(axis="x", nbins=4)

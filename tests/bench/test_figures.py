@@ -132,7 +132,7 @@ def test_the_drawing_of_next_tokens_shows_the_likeliest_with_their_words_and_two
     roots = np.sqrt([0.6, 0.3]) / np.sqrt([0.1, 0.6, 0.3]).sum()
     np.testing.assert_allclose(widths, [[1.0, 0.0], [0.6, 0.3], roots])
     np.testing.assert_allclose(plain.lines[0].get_xdata(), [0.5, 0.3])
-    assert not label.lines and "other words: 10%" in plain.get_xlabel()
+    assert not label.lines and "other tokens: 10%" in plain.get_xlabel()
 
 
 def test_names_of_models_of_equal_quality_do_not_overlap() -> None:

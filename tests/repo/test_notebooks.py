@@ -87,6 +87,16 @@ def test_no_error_is_committed(path: Path) -> None:
         assert not [out for out in cell.outputs if out.output_type == "error"], f"code cell {number} failed"
 
 
+@each_notebook
+def test_a_recorded_date_is_that_of_the_file_as_it_is(path: Path) -> None:
+    """A cell that reads a file of results and prints a date ran before the file was recorded again, if they differ."""
+    for number, cell in enumerate(code_cells(path), 1):
+        printed = re.findall(r"\b20\d\d-\d\d-\d\d\b", "".join(output.get("text", "") for output in cell.outputs))
+        for file in re.findall(r'\bload_results\("([^"]+)"\)', cell.source) if printed else ():
+            date = json.loads((ROOT / "data" / "results" / file).read_text(encoding="utf-8"))["date"]
+            assert date in printed, f"code cell {number}: {file} is of {date}, the output of {printed}: run it again"
+
+
 def own_names(source: str) -> set[str]:
     """What a cell imports from this repository, without the helpers that every notebook shares."""
     tree = ast.parse(TransformerManager().transform_cell(source))
