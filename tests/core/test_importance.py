@@ -18,7 +18,6 @@ from test_pruned_models import narrowed
 from t5accel.distillation.importance import (
     Gates,
     gated,
-    keep_all,
     magnitude,
     movement,
     normalize_scores,
@@ -139,7 +138,7 @@ OTHER = ([[50, 51, 52, 1], [60, 61, 62, 63, 1]], [[70, 71, 72, 1], [80, 81, 1]])
 
 def exact_loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
     """Summed over the labels, in fp32: what is left out one by one changes little."""
-    inputs, labels = model_inputs(batch, "cpu")
+    inputs, labels = model_inputs(batch, model)
     logits = model(**inputs, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return loss, sum(map(len, batch[1]))
@@ -253,7 +252,7 @@ NEURONS = {"0.DenseReluDense": torch.arange(8.0), "1.DenseReluDense": 10.0 + tor
 
 
 def test_the_least_important_heads_of_all_layers_go_and_one_of_each_stays() -> None:
-    assert select_kept(HEADS) == keep_all(HEADS)
+    assert select_kept(HEADS) == dict.fromkeys(HEADS, (0, 1, 2, 3))
     kept = {
         0.25: ((0, 1, 2, 3), (3,), (0, 1, 2, 3)),  # 3 of 12
         0.5: ((0, 2), (3,), (0, 1, 2, 3)),  # 6 of 12, of which layer 1 may lose only 3
@@ -273,7 +272,7 @@ def test_neurons_stay_in_multiples() -> None:
     assert found(0.5, 2) == ((6, 7), tuple(range(8)))  # never a layer without any
     assert found(0.75, 4) == ((4, 5, 6, 7), (0, 1, 2, 3))
     assert found(0.75, 32) == found(0.0, 32) == (tuple(range(8)), tuple(range(8)))
-    assert select_kept(NEURONS, heads=0.9) == keep_all(NEURONS)
+    assert select_kept(NEURONS, heads=0.9) == dict.fromkeys(NEURONS, tuple(range(8)))
 
 
 values = st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=12)

@@ -292,6 +292,14 @@ def test_an_interrupted_run_ends_with_exactly_the_model_of_an_uninterrupted_one(
     assert log(tmp_path / "cut")[-1]["loss"] == log(tmp_path / "whole")[-1]["loss"]
 
 
+def test_another_models_run_is_not_gone_on_from(tiny_t5, tmp_path: Path) -> None:
+    config, teacher = replace(CONFIG, steps=2, importance="magnitude"), tiny_t5(seed=3)
+    run(tiny_t5(), tmp_path, config, teacher=teacher)
+    for model, other in ((tiny_t5(seed=2), teacher), (tiny_t5(), None)):
+        with pytest.raises(InputError, match="another model or teacher"):
+            run(model, tmp_path, config, teacher=other)
+
+
 def test_a_checkpoint_holds_the_movement_of_every_step_before_it(tiny_t5, tmp_path: Path, monkeypatch) -> None:
     """What the last step before a kill brought is not lost: the next ranking would be another one."""
     often(monkeypatch)
