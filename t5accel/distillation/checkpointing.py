@@ -40,10 +40,11 @@ class Checkpoint:
     """``checkpoint.pt``: states of model and optimizers, step, mean loss, configuration, and digests by `_OTHERS`."""
 
     def __init__(
-        self, folder: Path, config: Any, model: torch.nn.Module, optimizers: list[Any], made_from: Mapping[str, str]
-    ):
+        self, folder: Path, config: Any, model: torch.nn.Module, optimizers: list[Any],
+        made_from: Mapping[str, str] | None = None,
+    ):  # fmt: skip
         self.file = folder / "checkpoint.pt"
-        self.config, self.made_from = asdict(config), dict(made_from)
+        self.config, self.made_from = asdict(config), made_from or {}
         self.model = model
         self.optimizers = optimizers
         self.mean: float | None = None
@@ -70,8 +71,9 @@ class Checkpoint:
                 "goes on from there."
             ) from error
 
-    def resume(self, device: str, file: Path) -> int:
-        """Load the state of ``file``, which becomes the last, and return its step, 0 without one."""
+    def resume(self, device: str, file: Path | None = None, *, checks_only: bool = False) -> int:
+        """Check and load the last state, or that of ``file``, which becomes the last; its step, 0 without one."""
+        file = file or self.file
         for name in ("checkpoint.partial", "stable.partial"):  # half-written
             file.with_name(name).unlink(missing_ok=True)
         if not file.is_file():
@@ -79,6 +81,8 @@ class Checkpoint:
         try:
             state = torch.load(file, map_location=device, weights_only=True)
             self._require_same_run(file, dict(state["config"]), state.get("made_from", {}), state["step"])
+            if checks_only:
+                return state["step"]
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
@@ -165,7 +169,7 @@ def run_training(
     digests = {"weights": weights_digest(made_from), "batches": hashlib.sha256(repr(first).encode()).hexdigest()}
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = Checkpoint(folder, config, model if state is None else state, optimizers, digests)
-    step = checkpoint.resume(device, stable if goes_back else checkpoint.file)
+    step = checkpoint.resume(device, stable if goes_back else None)
     if step:
         print(f"Going on after step {step}, from {checkpoint.file}.", file=sys.stderr)
     _drop_rows_after(step, folder / "log.jsonl")
