@@ -309,7 +309,7 @@ def run_beams(
     backend: TorchStatic, state: StaticState, input_ids: np.ndarray, scores: np.ndarray, k: int, *,
     ends: tuple[int, ...], suppressed: SuppressedTokens = None, renormalized: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """Take up to ``k`` steps of beam search, as `decoding.backend.Backend` documents them, but a failed run is lost."""
+    """Take up to ``k`` steps of beam search, as `Backend` documents them. After a failure begin with a new state."""
     count = min(k, LONGEST_RUN)
     make = partial(BeamLoop, ends=ends, renormalized=renormalized)
     loop = _start(backend, state, input_ids, count, suppressed, ("beams", ends, renormalized), make)
