@@ -57,7 +57,11 @@ OBJECTIVES = {
 
 
 def matched_layers(teacher_layers: int, student_layers: int) -> tuple[int, ...]:
-    """The teacher's layer that each student layer must match: the last of those it replaces ((1, 3) for 4 and 2)."""
+    """The teacher's layer that each student layer must match: the last of those it replaces.
+
+    >>> matched_layers(4, 2)
+    (1, 3)
+    """
     return tuple((layer + 1) * teacher_layers // student_layers - 1 for layer in range(student_layers))
 
 
