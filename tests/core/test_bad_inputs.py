@@ -127,7 +127,7 @@ def test_each_door_names_the_argument_that_it_refuses(number: int) -> None:
     for argument, junk in arguments.items():
         match = {"groups": "group", "overrides": "overrides|group|embedding", "sizes": "T5|sizes",
                  "samples_s": "at least one|above 0", "candidates": "alone|used once",
-                 "multiple_of": "multiple_of|neurons"}.get(argument)  # fmt: skip
+                 "multiple_of": "multiple_of|neurons", "draft": "must be a Backend"}.get(argument)  # fmt: skip
         refused(call, argument, *junk, match=match)
 
 

@@ -193,10 +193,8 @@ def test_distill_refuses_what_it_cannot_do_and_writes_nothing(teacher, data, dev
         "got (2, 0)": ("--layers", "2,0", "--loss", "sequence"), "'first'": ("--layers", "first"),
         "leave --decoder-layers out": ("--layers", "0,1", "--decoder-layers", 2),
         "got 4": ("--decoder-layers", 4), "got 0": ("--decoder-layers", 0),
-        "steps": ("--steps", 0), "metric must": ("--eval", dev,
-        "--metric", "luck"), "give --eval FILE": ("--metric", "bleu"), "tokens": ("--batch-tokens", 0),
+        "metric must": ("--eval", dev, "--metric", "luck"), "give --eval FILE": ("--metric", "bleu"),
         "more than 5": ("--longest", 5), "--weight is given 2 times": ("--weight", 1, "--weight", 1),
-        "weights must": ("--weight", 0),
     }.items():  # fmt: skip
         assert what in refused(*options, *wrong)
     assert call(*options, "--device", "abacus").exit_code == 2
@@ -255,10 +253,7 @@ def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(teacher, d
 def test_prune_refuses_what_it_cannot_do_and_writes_nothing(teacher: Path, stranger, data: Path, tmp_path) -> None:
     out = tmp_path / "out"
     options = ("prune", "--data", data, "--out", out, "--model", teacher, "--threads", 1)
-    assert "importance must be one of magnitude, taylor, movement" in refused(*options, "--importance", "luck")
     assert "heads must be" in refused(*options, "--heads", 1)
-    assert "neurons must be" in refused(*options, "--neurons", -0.5)
-    assert "steps must be" in refused(*options, "--steps", -1)
     assert "at least 2" in refused(*options, "--steps", 0, "--importance", "movement")
     for useless in (("--loss", "labels"), ("--teacher", stranger)):
         assert "--steps is 0: leave them out" in refused(*options, "--steps", 0, *useless)

@@ -196,7 +196,7 @@ def with_runs(backend: Any, around: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate([*EXPORTS, *LAYOUTS, "HybridOnnxT5"]))
+@pytest.mark.parametrize(("number", "name"), [*enumerate([*EXPORTS, *LAYOUTS, "HybridOnnxT5"])])
 def test_a_step_that_fails_leaves_the_state_as_it_was(opened, tiny_t5, padded_batch, number: int, name: str) -> None:
     """Before the graph has run, or, of every second backend, after it."""
     own, late = copy.copy(opened(name)), number % 2

@@ -122,14 +122,12 @@ def test_a_call_is_that_of_transformers(mini):
         encoder(ids, output_hidden_states=True)
 
 
-@pytest.mark.parametrize("mistake", ["ids", "mask", "none", "text", "ragged"])
-def test_bad_inputs_are_refused(mistake, mini):
+def test_bad_inputs_are_refused(mini):
     encoder = AcceleratedEncoder.from_pretrained(mini, progress=False)
     ids, mask = batch(100)
-    given = {"ids": (ids + 10**6, mask), "mask": (ids, np.zeros_like(mask)), "none": (None, None), "text": ("a", None)}
-    given["ragged"] = [[5, 6], [7]], None
-    with pytest.raises(InputError):
-        encoder(*given[mistake])
+    for given in ((ids + 10**6, mask), (ids, np.zeros_like(mask)), (None, None), ("a", None), ([[5, 6], [7]], None)):
+        with pytest.raises(InputError):
+            encoder(*given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from programs import Strict, StrictChooser, junk
-from test_greedy_search import BAD_BATCHES, anything, bounds, valid
 from transformers import T5Config
 
 import t5accel
@@ -76,6 +76,20 @@ def test_decoding_needs_neither_torch_nor_a_runtime() -> None:
 
 
 # The decoding functions
+
+
+ONES = torch.ones(1, 2, dtype=torch.long)
+BAD_BATCHES: dict[str, tuple[Any, Any]] = {
+    "empty": ([], None), "no tokens": ([[]], None), "one dimension": ([3, 4], None), "three": ([[[3]]], None),
+    "ragged": ([[3, 4], [5]], None), "floats": ([[3.0]], None), "nan": ([[float("nan")]], None),
+    "text": ("hello", None), "texts": (["hello"], None), "none": (None, None), "none inside": ([[3, None]], None),
+    "negative": ([[3, -1]], None), "beyond 64 bits": ([[2**70]], None), "beyond 63 bits": ([[2**63]], None),
+    "time": (np.array([[3]], dtype="m8[s]"), None), "mapping": ({"input_ids": [[3]]}, None),
+    "bfloat16": (ONES.bfloat16(), None), "sparse": (ONES.to_sparse(), None), "meta": (ONES.to("meta"), None),
+    "only padding": ([[0, 0]], None), "mask of another shape": ([[3, 4]], [[1]]),
+    "mask of other values": ([[3, 4]], [[1, 2]]), "mask of floats": ([[3, 4]], [[1.0, 1.0]]),
+    "mask all zero in a row": ([[3], [4]], [[1], [0]]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_BATCHES)
@@ -145,6 +159,17 @@ def test_what_reaches_a_backend_keeps_the_protocol(data: st.DataObject) -> None:
     assert backend.worked > 1
 
 
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
+nested = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=8,
+)
+arrays = hnp.arrays(hnp.scalar_dtypes(), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=3))
+nearly = st.lists(st.lists(st.integers(-1, 11) | st.sampled_from([0.5, None, "3"]), max_size=3), max_size=3)
+valid = hnp.arrays(np.int64, st.tuples(st.integers(1, 3), st.integers(1, 3)), elements=st.integers(0, 9))
+anything = nested | arrays | nearly | valid
+bounds = st.integers(-2, 30) | st.none() | st.floats() | st.text(max_size=2)
 # What each takes beside a batch, a prefix and bounds.
 OWN = {
     "beam_search": ("num_beams", "num_return_sequences", "length_penalty", "early_stopping"),

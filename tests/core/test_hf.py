@@ -754,24 +754,6 @@ def test_defaults_of_generation(tiny_t5, batch) -> None:
     assert without.generation_config.eos_token_id == 1 and without.generation_config.max_length in (20, None)
 
 
-def test_pipelines(mini) -> None:
-    own, tokenizer = mini
-    ours = behind(on_onnx(own), own)
-    texts = [source_text(name, row) for name in ("translation", "questions") for row in task_rows(name, limit=1)]
-    options = dict(max_new_tokens=12, num_beams=2)
-    batch = tokenizer(texts, return_tensors="pt", padding=True)
-    expected = tokenizer.batch_decode(own.generate(**batch, **options), skip_special_tokens=True)
-    assert len(set(expected)) > 3
-    with quiet():
-        assert tokenizer.batch_decode(ours.generate(**batch, **options), skip_special_tokens=True) == expected
-    if V5:
-        return  # it dropped this pipeline
-    with quiet("Device set to use cpu"):
-        pipe = transformers.pipeline("text2text-generation", model=ours, tokenizer=tokenizer, device="cpu")
-        answers = [answer["generated_text"] for answer in pipe(list(texts), batch_size=4, **options)]
-    assert answers == expected
-
-
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 

@@ -140,7 +140,7 @@ def trimmed(sequences: np.ndarray) -> list[list[int]]:
 
 @pytest.mark.parametrize("runtime", [TorchEager, OrtNumpy])
 def test_draws_depend_on_the_seed_and_place_alone(opened, padded_batch, runtime: Any) -> None:
-    engine, (ids, mask) = opened(runtime, "umt5"), padded_batch
+    engine, (ids, mask) = opened(runtime), padded_batch
     options: dict[str, Any] = dict(sampling=WARM, seed=5, num_return_sequences=3, max_new_tokens=9)
     found = sample(engine, ids, mask, **options).sequences
     assert_varied(found)

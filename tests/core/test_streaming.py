@@ -14,14 +14,12 @@ from programs import ToyBackend
 from refused import refused
 from test_drafting import sources
 
-from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream, stream_text
-from t5accel.tokenization import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 ALGORITHMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -137,21 +135,6 @@ def test_words_come_one_by_one() -> None:
     pieces = list(stream_text(Characters(), ([np.array([token])] for token in tokens)))
     assert pieces == ["Où", " est", " la", " gare", " ?"]
     assert list(stream_text(Tidy(), ([np.array([token])] for token in tokens))) == ["Où", " est", " la", " gare", "?"]
-
-
-@pytest.mark.parametrize("algorithm", ["greedy", "prompt_lookup"])
-def test_the_bundled_model_speaks_word_by_word(exported_mini, mini, algorithm: str) -> None:
-    backend = OrtNumpy(exported_mini, settings=ONE_THREAD)
-    for tokenizer in (TokenizerFile(exported_mini), mini[1]):
-        for text in ("translate English to French: Where is the station, please?",
-                     "summarize: The buses were full. Liam Aloric had raised the alarm in the evening."):  # fmt: skip
-            batch = tokenizer([text], return_tensors="np", padding=True)
-            whole = greedy(backend, batch["input_ids"], batch["attention_mask"])
-            chunks = stream(backend, batch["input_ids"], batch["attention_mask"], algorithm=algorithm)
-            pieces = list(stream_text(tokenizer, chunks))
-            (expected,) = tokenizer.batch_decode(whole.sequences, skip_special_tokens=True)
-            assert "".join(pieces) == expected and len(pieces) > 3
-            assert " " not in pieces[0].strip() or algorithm == "prompt_lookup"
 
 
 def test_invalid_chunks() -> None:

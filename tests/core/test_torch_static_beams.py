@@ -51,14 +51,7 @@ def runs(host_is_not_asked: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple
     return seen
 
 
-# Equal to transformers
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_equals_generate(ending_t5, padded_batch, runs, rule: bool | str) -> None:
-    model, options = ending_t5("tied"), dict(ALL, early_stopping=rule)
-    check_equal(beam_search(TorchStatic(model), *padded_batch, **options), reference(model, *padded_batch, **options))
-    assert runs[0] == (beam.FIRST_RUN, len(padded_batch[0]))
+# Equal to the loop on the host, which equals transformers
 
 
 @settings(deadline=None, max_examples=15, derandomize=True)
