@@ -23,7 +23,6 @@ from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
 from t5accel.backends.torch_static_buffers import LONGEST_RUN
 from t5accel.decoding.greedy_search import STEPS_PER_SYNC, greedy
-from t5accel.decoding.sampling import SamplingParams
 from t5accel.parity import assert_close, assert_varied
 
 SMALL = (8, 16, 32)
@@ -205,7 +204,7 @@ CALLS = {
     "step_tokens": lambda backend, state: backend.step_tokens(state, NEW),
     "run_greedy": lambda backend, state: backend.run_greedy(state, 4),
     "run_samples": lambda backend, state: backend.run_samples(
-        state, NEW, np.full((6, 1, 4), 0.5), sampling=SamplingParams()
+        state, NEW, np.full((6, 1, 4), 0.5), sampling=torch_static_loops.SamplingParams()
     ),
 }
 

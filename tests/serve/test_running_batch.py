@@ -263,7 +263,13 @@ def test_a_text_whose_numbers_overflow_spoils_no_later_one(tiny_t5) -> None:
     scheduler.step()  # in buffers of its own, and carried over into larger ones
     tickets.append(scheduler.submit(good[1]))
     run(scheduler)
-    assert [tokens(ticket) for ticket in tickets] == [alone(job, TorchEager(model)) for job in good]
+    quick = scheduler.submit(replace(bad, max_new_tokens=3))
+    tickets.append(scheduler.submit(good[1]))
+    while not quick.is_done:
+        scheduler.step()
+    tickets.append(scheduler.submit(good[0]))  # in the row of ``quick``
+    run(scheduler)
+    assert [tokens(ticket) for ticket in tickets] == [alone(job, TorchEager(model)) for job in [*good, *good[::-1]]]
 
 
 def test_equal_sources_are_encoded_once_and_many_in_slices(backends, monkeypatch) -> None:
