@@ -628,7 +628,8 @@ def test_a_model_with_a_copied_configuration_and_shared_weights(tmp_path: Path) 
 
 
 def test_calibration_knows_both_vocabularies_and_the_positions(built: Built) -> None:
-    last, start = built.model.get_encoder().embed_tokens.num_embeddings - 1, built.open().decoder_start_token_id
+    backend = built.open()
+    last, start = getattr(backend, "source_vocab_size", backend.vocab_size) - 1, backend.decoder_start_token_id
 
     def ranges(ids: Any, tokens: Any) -> Any:
         sample = CalibrationSample(np.array([ids]), np.ones((1, len(ids)), np.int64), np.array([tokens]))
