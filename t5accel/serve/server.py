@@ -35,7 +35,7 @@ from t5accel.serve.monitoring import RateLimit, configure, log, open_log
 from t5accel.serve.settings import EMBED_PRECISIONS, OF_TASK, Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; others stay in our memory
-SLOWEST = 1024  # bytes a second: a client that reads less does not read
+SLOWEST = 1024  # bytes a second that leave our memory, in lumps of half of `UNREAD`; a client that takes less is gone
 RESERVE = 32  # connections beyond the limit, which get answers about health alone
 BACKLOG = 100  # connections that the system keeps until they are accepted; CPython accepts as many at once
 OTHER_FILES = 64  # of the interpreter, the model, the log
