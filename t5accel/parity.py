@@ -1,4 +1,4 @@
-"""Equality of two outputs: token agreement, closeness of tensors, non-degenerate references."""
+"""Equality of two outputs: closeness of tensors, non-degenerate references."""
 
 from __future__ import annotations
 
@@ -13,24 +13,6 @@ from t5accel.errors import InputError, T5AccelError
 
 class ParityError(T5AccelError, AssertionError):
     """Two tensors differ; the message says by how much and where."""
-
-
-def token_agreement(sequences_a: ArrayLike, sequences_b: ArrayLike, pad_token_id: int) -> float:
-    """Share (0 to 1) of positions at which (N, L_a) and (N, L_b) ids agree, positions of padding in both left out.
-
-    >>> token_agreement([[5, 6, 7, 1]], [[5, 9, 1]], pad_token_id=0)
-    0.25
-    """
-    a, b = _array(sequences_a, "sequences_a", "iu"), _array(sequences_b, "sequences_b", "iu")
-    if a.ndim != 2 or b.ndim != 2 or len(a) != len(b):
-        raise InputError(f"sequences must both be (N, L) with the same N, got {a.shape} and {b.shape}.")
-    length = max(a.shape[1], b.shape[1])
-    a, b = (np.pad(x, ((0, 0), (0, length - x.shape[1])), constant_values=pad_token_id) for x in (a, b))
-    # A row that stops early disagrees with the rest of a longer one.
-    counted = (a != pad_token_id) | (b != pad_token_id)
-    if not counted.any():
-        raise InputError("sequences must hold tokens, got padding alone: its agreement says nothing.")
-    return float((a == b)[counted].mean())
 
 
 def assert_varied(sequences: Any, at_least: int = 3, *, ignore: Collection[int] = (0, 1)) -> None:

@@ -155,28 +155,20 @@ class Shortlist:
 
     def __init__(self, head: OutputHead):
         self.head = head  # its rows are mapped from the file of weights
-        self._steps: Counter[int] = Counter()  # by their number of rows
-        self._fallbacks: Counter[int] = Counter()
+        self.steps: Counter[int] = Counter()  # by their number of rows
+        self.fallbacks: Counter[int] = Counter()
         self._lock = threading.Lock()
-
-    @property
-    def steps(self) -> int:
-        return self._steps.total()
-
-    @property
-    def fallbacks(self) -> int:
-        return self._fallbacks.total()
 
     def is_worthwhile(self, rows: int) -> bool:
         """Whether to try it on a step of this many rows."""
-        allowed = MIN_FALLBACKS + MAX_FALLBACK_SHARE * self._steps[rows]
-        return rows <= MAX_ROWS and self._fallbacks[rows] <= allowed
+        allowed = MIN_FALLBACKS + MAX_FALLBACK_SHARE * self.steps[rows]
+        return rows <= MAX_ROWS and self.fallbacks[rows] <= allowed
 
     def choose(self, results: Sequence[np.ndarray], suppressed: SuppressedTokens) -> np.ndarray | None:
         """Certify the arrays of `ApproxLogits`, and count the step."""
         approx = ApproxLogits(*results)
         tokens = certify_argmax(self.head, approx, suppressed)
         with self._lock:
-            self._steps[approx.norms.size] += 1
-            self._fallbacks[approx.norms.size] += tokens is None
+            self.steps[approx.norms.size] += 1
+            self.fallbacks[approx.norms.size] += tokens is None
         return tokens

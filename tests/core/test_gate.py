@@ -35,7 +35,7 @@ from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import describe_file, read_manifest, write_manifest
 from t5accel.graphs.rewriting import check_external_data, contrib_operators, count_nodes
-from t5accel.parity import ParityError, assert_close, token_agreement
+from t5accel.parity import ParityError, assert_close
 from t5accel.precision.calibration import CalibrationSample, collect_ranges, ranges_by_graph
 from t5accel.precision.convert import convert_export, quantize_export
 from t5accel.precision.fp16 import export_fp16
@@ -159,7 +159,8 @@ def test_the_bundled_model_says_the_same(exported_mini, tmp_path: Path) -> None:
     for name, at_least, ratio in (("int8", 0.8, 0.29), ("int8-dynamic", 0.7, 0.33)):
         manifest = quantize_export(exported_mini, tmp_path / name, name)
         actual = greedy(OrtNumpy(tmp_path / name, settings=ONE_THREAD), ids, mask, max_new_tokens=20).sequences
-        assert token_agreement(actual, expected, 0) >= at_least, name
+        a, b = (np.pad(tokens, ((0, 0), (0, 20 - tokens.shape[1]))) for tokens in (actual, expected))
+        assert (a == b)[(a | b) > 0].mean() >= at_least, name  # padding in both is left out
         assert manifest.size_bytes < ratio * before
         assert (tmp_path / name / "tokenizer.json").read_bytes() == (exported_mini / "tokenizer.json").read_bytes()
 

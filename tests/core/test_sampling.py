@@ -147,7 +147,7 @@ def test_draws_depend_on_the_seed_and_place_alone(opened, padded_batch, runtime:
     assert found.shape == (18, 9) and found.dtype == np.int64
     assert len(np.unique(found, axis=0)) == 18, "every row should have draws of its own"
     np.testing.assert_array_equal(sample(engine, ids, mask, **options).sequences, found)
-    assert (sample(engine, ids, mask, **{**options, "seed": 6}).sequences[:, :5] != found[:, :5]).any(axis=1).all()
+    assert (sample(engine, ids, mask, **{**options, "seed": 6}).sequences != found).any(axis=1).all()
     others, other_mask = ids[::-1].copy(), mask[::-1].copy()
     others[2], other_mask[2] = ids[2], mask[2]
     again = sample(engine, others, other_mask, **options).sequences
