@@ -23,8 +23,9 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir -c /requirements/constraints.txt "$(echo /wheels/t5accel-*.whl)[runtime,serving]"
 COPY --from=build /model /model
 USER 10001:10001
+# Flags behind the image's name win over these, and HEALTHCHECK reads the port here alone.
+ENV T5ACCEL_MODEL=/model T5ACCEL_HOST=0.0.0.0 T5ACCEL_PORT=8000
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
-    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health/live', timeout=2)"]
+    CMD ["python", "-c", "import os, urllib.request as web; web.urlopen(f\"http://127.0.0.1:{os.environ['T5ACCEL_PORT']}/health/live\", timeout=2)"]
 ENTRYPOINT ["t5accel", "serve"]
-CMD ["--model", "/model", "--host", "0.0.0.0", "--port", "8000"]

@@ -164,12 +164,6 @@ def export(
     model: AnyModelOption,
     out: Annotated[Path, typer.Option(help="The folder for the export; made if it is missing.")],
     overwrite: OverwriteOption = False,
-    external_threshold_bytes: Annotated[
-        int,
-        typer.Option(
-            help="With --no-step: graphs whose weights take more bytes share one file of weights beside them; 0: all."
-        ),
-    ] = 2_000_000_000,
     step: Annotated[
         bool,
         typer.Option(help="Add a graph that is faster on CPUs with ONNX Runtime; all graphs then share their weights."),
@@ -196,15 +190,11 @@ def export(
         raise InputError(f"{model} is an export already. Give the model that it was made from.")
     recipe = precision.value
     if encoder:
-        for name in ("step", "external_threshold_bytes"):
-            if context.get_parameter_source(name).name == "COMMANDLINE":
-                raise InputError(
-                    f"--{name.replace('_', '-')} is for whole models, and --encoder is given: leave one out."
-                )
+        if context.get_parameter_source("step").name == "COMMANDLINE":
+            raise InputError("--step is for whole models, and --encoder is given: leave one out.")
         as_encoder_recipe(recipe)
     require_free(resolve_target(out), model, recipe, overwrite=overwrite)
     options: dict[str, Any] = dict(step=None if step else False, progress=True, check_logits=check_logits)
-    options["external_threshold_bytes"] = external_threshold_bytes
     status(f"Loading {model} …")
     if encoder:
         checked = dict(overwrite=overwrite, progress=True, check_outputs=check_logits)

@@ -6,34 +6,27 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from t5accel.cli_options import Device, DeviceOption, ThreadsOption, kept, status, warn
+from t5accel.errors import InputError
 
 training = typer.Typer()
 
 DataOption = Annotated[
-    list[Path],
-    typer.Option(help='JSON Lines, {"source": …, "target": …}, the source with its prefix. May be repeated.'),
+    list[Path], typer.Option(help='JSON Lines, {"source": …, "target": …}, the source with its prefix. Repeatable.')
 ]
-WeightOption = Annotated[
-    list[float] | None, typer.Option(help="How often to draw from each --data. Default: as often as it has rows.")
-]
-EvalOption = Annotated[
-    Path | None, typer.Option("--eval", help="Rows to score on, never trained on, in the same format.")
-]
-MetricOption = Annotated[
-    str | None, typer.Option(help="loss, bleu, chrf, rougeL or exact_match, on --eval. Default: loss.")
-]
+WeightOption = Annotated[list[float] | None, typer.Option(help="How often to draw from a --data. Default: its rows.")]
+EvalOption = Annotated[Path | None, typer.Option("--eval", help="Such rows to score on, which are not trained on.")]
+MetricOption = Annotated[str | None, typer.Option(help="Of --eval: loss (default), bleu, chrf, rougeL, exact_match.")]
 BatchOption = Annotated[int, typer.Option(help="Padded tokens of a step, sources and targets together.")]
 LongestOption = Annotated[int, typer.Option(help="The most tokens that a source or a target may have.")]
-OutOption = Annotated[
-    Path, typer.Option(help="The folder for the finished model, the log, and a checkpoint of a few times its size.")
-]
+OutOption = Annotated[Path, typer.Option(help="The folder for model, log, and a checkpoint of a few times its size.")]
 StepsOption = Annotated[int, typer.Option(help="Training steps. Give more later, and the run goes on.")]
 SeedOption = Annotated[int, typer.Option(help="The seed of everything random.")]
 KEPT = "A checkpoint that was saved is kept in {}; the same command goes on from it."
@@ -47,12 +40,8 @@ def distill(
     weight: WeightOption = None,
     eval_: EvalOption = None,
     metric: MetricOption = None,
-    decoder_layers: Annotated[
-        int, typer.Option(help="Decoder layers of the student, which begin as copies of its teacher's.")
-    ] = 1,
-    layers: Annotated[
-        str | None, typer.Option(help="The teacher's layers to copy, as in 0,3. Default: spread evenly.")
-    ] = None,
+    decoder_layers: Annotated[int | None, typer.Option(help="Decoder layers of the student. Default: 1.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers to copy, as in 0,3. Default: evenly spread.")] = None,
     loss: Annotated[str, typer.Option(help="What is learnt: labels, logits, hidden or sequence.")] = "logits",
     steps: StepsOption = 2000,
     batch_tokens: BatchOption = 5000,
@@ -62,30 +51,28 @@ def distill(
     threads: ThreadsOption = None,
 ) -> None:
     """Train a student, with fewer decoder layers, to write what its teacher writes; interrupted, it goes on."""
-    import torch
-
-    from t5accel import machine
     from t5accel.distillation.checkpointing import require_device
-    from t5accel.distillation.model_card import require_student_folder
     from t5accel.distillation.student import DistillConfig, layer_map, shrink_decoder
     from t5accel.distillation.student import distill as run
     from t5accel.models.sizes import T5Dims
 
-    torch.set_num_threads(threads or machine.cpu_threads())
-    require_student_folder(out / "model")
-    status(f"Loading {teacher} …")
-    model, tokenizer = _with_tokenizer(teacher)
-    chosen = _numbers(layers) if layers else layer_map(T5Dims.of(model).decoder_layers, decoder_layers)
+    if layers and decoder_layers is not None:
+        raise InputError("--layers names the decoder layers: leave --decoder-layers out.")
+    model, tokenizer = _opened(teacher, out, threads)
+    count = 1 if decoder_layers is None else decoder_layers
+    chosen = _numbers(layers) if layers else layer_map(T5Dims.of(model).decoder_layers, count)
     config = DistillConfig(layers=chosen, loss=loss, steps=steps, seed=seed)
     require_device(device.value)
     shrink_decoder(model, chosen)  # layers that there are not are refused before the teacher writes
     own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
+    is_written = loss == "sequence"
     with kept(KEPT.format(out)):
-        if loss == "sequence":
-            answers = _beams(teacher, model, tokenizer, device.value, own.most)
-            own = own.written_by(answers, out / "teacher.jsonl")
+        if is_written:
+            opened = cache(partial(_beams, teacher, model, tokenizer, device.value, own.most, threads))
+            by = f"{_sha256(model, tokenizer)}, {own.most} tokens"
+            own = own.written_by(lambda texts: opened()(texts), out / "teacher.jsonl", by)
         student = run(
-            model, tokenizer, own.mixture(batch_tokens, by_teacher=loss == "sequence"), out, config,
+            model, tokenizer, own.mixture(batch_tokens, by_teacher=is_written), out, config,
             validate=own.validate, device=device.value,
         )  # fmt: skip
     own.keep(student, tokenizer, out / "model", model, teacher_name=teacher, how="distilled", settings=asdict(config))
@@ -103,9 +90,7 @@ def prune(
     neurons: Annotated[float, typer.Option(help="The share of all feed-forward neurons that is removed.")] = 0.5,
     importance: Annotated[str, typer.Option(help="magnitude, taylor or movement.")] = "taylor",
     steps: Annotated[int, typer.Option(help="Training steps, during which ever more is removed; 0: none.")] = 1000,
-    loss: Annotated[
-        str, typer.Option(help="What is learnt: labels, or the teacher's logits or hidden states (hidden).")
-    ] = "logits",
+    loss: Annotated[str | None, typer.Option(help="What is learnt: labels, logits or hidden. Default: logits.")] = None,
     teacher: Annotated[str | None, typer.Option(help="The model to learn from. Default: the whole model.")] = None,
     batch_tokens: BatchOption = 5000,
     longest: LongestOption = 512,
@@ -114,21 +99,16 @@ def prune(
     threads: ThreadsOption = None,
 ) -> None:
     """Remove heads and neurons for good, and train the smaller model; interrupted, it goes on."""
-    import torch
-
-    from t5accel import machine
-    from t5accel.distillation.model_card import require_student_folder
     from t5accel.distillation.pruning import PruneConfig
     from t5accel.distillation.pruning import prune as run
 
-    torch.set_num_threads(threads or machine.cpu_threads())
+    if not steps and (teacher or loss):
+        raise InputError("--teacher and --loss are for training, and --steps is 0: leave them out.")
     config = PruneConfig(
         heads=heads, neurons=neurons, importance=importance, steps=steps,
-        training=replace(PruneConfig().training, loss=loss, seed=seed),
+        training=replace(PruneConfig().training, loss=loss or "logits", seed=seed),
     )  # fmt: skip
-    require_student_folder(out / "model")
-    status(f"Loading {model} …")
-    whole, tokenizer = _with_tokenizer(model)
+    whole, tokenizer = _opened(model, out, threads)
     of = None if teacher is None else _with_tokenizer(teacher)[0]
     own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
     with kept(KEPT.format(out)) if steps else nullcontext():
@@ -153,7 +133,6 @@ class _UserRows:
     def read(cls, files, weights, evaluation, metric, tokenizer, longest) -> _UserRows:  # noqa: ANN001
         from t5accel.distillation.batches import read_examples
         from t5accel.distillation.validation import make_validator
-        from t5accel.errors import InputError
 
         if weights and len(weights) != len(files):
             raise InputError(f"--weight is given {len(weights)} times for {len(files)} of --data: give one for each.")
@@ -167,12 +146,12 @@ class _UserRows:
         targets = tokenizer([target for rows in examples for _, target in rows], verbose=False)["input_ids"]
         return cls(examples, weights, sources, validate, min(longest, 2 * max(map(len, targets))))
 
-    def written_by(self, generate: Callable[[list[str]], list[str]], file: Path) -> _UserRows:
+    def written_by(self, generate: Callable[[list[str]], list[str]], file: Path, by: str) -> _UserRows:
         """The same sources with the teacher's outputs, which are kept in ``file``."""
         from t5accel.distillation.teacher_outputs import read_teacher_outputs, write_teacher_outputs
 
         wanted = {("examples", source): None for rows in self.examples for source, _ in rows}
-        write_teacher_outputs(file, generate, list(wanted))
+        write_teacher_outputs(file, generate, list(wanted), by=by)
         texts = dict(read_teacher_outputs(file)["examples"])
         return replace(self, examples=[[(source, texts[source]) for source, _ in rows] for rows in self.examples])
 
@@ -198,8 +177,27 @@ class _UserRows:
             warn(floor_warning(scores, f"The {name}"))
 
 
+def _opened(name: str, out: Path, threads: int | None):  # noqa: ANN202
+    """The model and its tokenizer, on these threads, if the student has a place in ``out``."""
+    import torch
+
+    from t5accel import machine
+    from t5accel.distillation.model_card import require_student_folder
+
+    torch.set_num_threads(threads or machine.cpu_threads())
+    require_student_folder(out / "model")
+    status(f"Loading {name} …")
+    return _with_tokenizer(name)
+
+
+def _sha256(model, tokenizer) -> str:  # noqa: ANN001
+    from t5accel.graphs.export import model_weights, source_hash
+    from t5accel.graphs.export_cache import tokenizer_hash
+
+    return sha256((source_hash(model, model_weights(model)) + tokenizer_hash(tokenizer)).encode()).hexdigest()
+
+
 def _with_tokenizer(name: str):  # noqa: ANN202
-    from t5accel.errors import InputError
     from t5accel.models.load import load_model
 
     model, tokenizer = load_model(name)
@@ -210,19 +208,17 @@ def _with_tokenizer(name: str):  # noqa: ANN202
 
 def _numbers(text: str) -> tuple[int, ...]:
     """The value of ``--layers``, such as 0,3."""
-    from t5accel.errors import InputError
-
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise InputError(f"--layers must be numbers with commas between, as in 0,3, got {text!r}.") from error
 
 
-def _beams(name, model, tokenizer, device, most):  # noqa: ANN001, ANN202
+def _beams(name, model, tokenizer, device, most, threads):  # noqa: ANN001, ANN202
     """The teacher's function from texts to the best of four beams."""
     from t5accel.api import open_backend
     from t5accel.backends.torch_eager import TorchEager
     from t5accel.tokenization import generate_texts
 
-    backend = open_backend(name)[0] if device == "cpu" else TorchEager(model.to(device))
+    backend = open_backend(name, threads=threads)[0] if device == "cpu" else TorchEager(model.to(device))
     return partial(generate_texts, backend, tokenizer, max_new_tokens=most, num_beams=4)

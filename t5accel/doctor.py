@@ -56,9 +56,14 @@ def _python() -> Check:
     return Check("python", sys.version_info >= (3, 11), found, "everything", "install Python 3.11 or newer")
 
 
+def _of_torch(name: str) -> Check:
+    is_needed = find_spec("onnxruntime") is None  # which runs exports alone
+    return _package(name, name, "exporting, training, generate()", "cpu", required=is_needed)
+
+
 def _transformers() -> Check:
-    check = _package("transformers", "transformers", "loading T5 models", required=True)
-    if check.ok:
+    check = _of_torch("transformers")
+    if check.ok and check.found != "present":  # of a source tree no version is known
         major, minor = map(int, re.findall(r"\d+", check.found)[:2])
         if not (4, 57) <= (major, minor) < (6, 0):
             return Check(check.name, False, check.found, check.needed_for, "pip install 'transformers>=4.57,<6'")
@@ -66,7 +71,7 @@ def _transformers() -> Check:
 
 
 def _onnxruntime() -> Check:
-    needed_for, installed = "the ONNX notebooks", {}
+    needed_for, installed = "running exports", {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
         with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
@@ -74,7 +79,8 @@ def _onnxruntime() -> Check:
         remedy = f"pip uninstall {' '.join(installed)}, then install one: they overwrite each other's files"
         return Check("onnxruntime", False, "both onnxruntime and onnxruntime-gpu", needed_for, remedy)
     if not installed:
-        return Check("onnxruntime", None, "missing", needed_for, f"{install('cpu')} (or [gpu])")
+        optional = None if find_spec("torch") else False
+        return Check("onnxruntime", optional, "missing", needed_for, f"{install('cpu')} (or [gpu])")
     ((name, version),) = installed.items()
     return Check("onnxruntime", True, f"{name} {version}", needed_for)
 
@@ -127,15 +133,17 @@ def _cache() -> Check:
     folder = cache_folder()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     remedy = f"set {ENVIRONMENT} to a folder that can be written"
-    return Check("cache", os.access(there, os.W_OK), str(folder), "exports, which are made once", remedy)
+    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return Check("cache", writable, str(folder), "exports, which are made once", remedy)
 
 
 def _node() -> Check:
-    needed_for = "the web page"
+    needed_for, remedy = "the web page", "install Node.js 20.11 or newer"
     if (node := shutil.which("node")) is None:
-        return Check("node", None, "missing", needed_for, "install Node.js 20.11 or newer")
-    done = subprocess.run([node, "--version"], capture_output=True, text=True)
-    return Check("node", True, done.stdout.strip() or "present", needed_for)
+        return Check("node", None, "missing", needed_for, remedy)
+    found = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip()
+    new_enough = [int(number) for number in re.findall(r"\d+", found)[:2]] >= [20, 11]
+    return Check("node", True if new_enough else None, found or "does not run", needed_for, remedy)
 
 
 # Optional packages: module, distribution, what needs it, and the extra that brings it.
@@ -144,7 +152,7 @@ _OPTIONAL = (
     ("optimum", "optimum-onnx", "the cells that show optimum beside ours", "optimum"),
     ("datasets", "datasets", "evaluation.dataset()", "course"),
     ("evaluate", "evaluate", "the metric modules in data/metrics", "course"),
-    ("sacrebleu", "sacrebleu", "quality: BLEU and chrF", "course"),
+    ("sacrebleu", "sacrebleu", "BLEU and chrF, as in t5accel quantize", "course"),
     ("rouge_score", "rouge-score", "quality: ROUGE", "course"),
     ("matplotlib", "matplotlib", "plots", "course"),
     ("fastapi", "fastapi", "t5accel serve", "serving"),
@@ -159,7 +167,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _python,
     _processor,
     _cache,
-    partial(_package, "torch", "torch", "everything", required=True),
+    partial(_of_torch, "torch"),
     _transformers,
     partial(_package, "tokenizers", "tokenizers", "tokenising", required=True),
     _bundled_model,

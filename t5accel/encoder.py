@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,13 @@ from t5accel import machine
 from t5accel.backends import ort_memory as memory
 from t5accel.backends.ort_memory import length_slices, run_into
 from t5accel.backends.ort_session import SessionSettings, open_session, require_contract
-from t5accel.checks import as_batch, as_count
+from t5accel.checks import as_batch, as_count, as_integers
 from t5accel.errors import GateError, InputError
 from t5accel.graphs.contract import ENCODER_ONLY, MODULES, as_folder
 from t5accel.graphs.manifest import Manifest, read_manifest
 from t5accel.graphs.ort_levels import require_runnable_here
 from t5accel.models.spec import ModelSpec
-from t5accel.tokenization import tokenize, tokenizer_of
+from t5accel.tokenization import as_texts, tokenize, tokenizer_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 POOLINGS = ("mean", "first", "none")
 IN_TORCH = ("bf16", "fp16")
+CHARACTERS = 100_000  # of the texts that are tokenized together, padding counted
 MIN_GAIN = 1.5  # of bfloat16's products over float32's, for which precision="auto" takes it
 _FOLLOWED_BY = ("Transformer", "Pooling", "Normalize")  # of its modules, those that `embed` has
 
@@ -111,10 +112,12 @@ class AcceleratedEncoder:
 
         if device not in ("cpu", "cuda"):
             raise InputError(f"device must be 'cpu' or 'cuda', got {device!r:.80}.")
-        if precision == "auto":
+        folder = find_export(model)
+        if precision == "auto" and folder is not None:
+            precision = None
+        elif precision == "auto":
             gain = machine.gemm_flops_per_s(dtype="bfloat16") / machine.gemm_flops_per_s() if device == "cpu" else 2
             precision = "bf16" if gain >= MIN_GAIN else "fp32"
-        folder = find_export(model)
         if device == "cuda":
             require_gpu()
         if precision in IN_TORCH or device == "cuda":
@@ -216,7 +219,7 @@ class AcceleratedEncoder:
     forward = __call__
 
     def embed(
-        self, texts: Sequence[str], *, pooling: str = "mean", normalize: bool = False, batch_tokens: int = 2048
+        self, texts: Iterable[str], *, pooling: str = "mean", normalize: bool = False, batch_tokens: int = 2048
     ) -> Any:
         """Embeddings (N, d_model) float32 of N texts, in their order.
 
@@ -227,8 +230,7 @@ class AcceleratedEncoder:
         """
         if pooling not in POOLINGS:
             raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r:.80}.")
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise InputError(f"texts must be a list of texts, got {texts!r:.80}.")
+        texts = as_texts(texts, at_least=0)
         if self.tokenizer is None:
             raise InputError("This model has no tokenizer: give one to from_pretrained(), or token ids to encode().")
         self._require_no_more_modules()
@@ -273,25 +275,28 @@ class AcceleratedEncoder:
 
         return Module()
 
-    def _batches(self, texts: Sequence[str], most: int) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-        if not texts:
-            return
-        ids, mask = tokenize(self.tokenizer, list(texts))
-        behind = np.argsort(mask == 0, axis=1, kind="stable")  # padding, which a tokenizer may put in front
-        ids, mask = (np.take_along_axis(array, behind, axis=1) for array in (ids, mask))
-        for rows, width in length_slices(mask, most):
-            yield rows.tolist(), ids[rows, :width], mask[rows, :width]
+    def _batches(self, texts: list[str], most: int) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
+        lengths = np.array([max(len(text), 1) for text in texts])
+        left = np.argsort(-lengths, kind="stable")
+        while left.size:  # a tokenizer pads: a text of a megabyte is tokenized with others of its length alone
+            count = max(1, CHARACTERS // lengths[left[0]])
+            places, left = np.sort(left[:count]), left[count:]
+            ids, mask = tokenize(self.tokenizer, [texts[place] for place in places])
+            behind = np.argsort(mask == 0, axis=1, kind="stable")  # padding, which a tokenizer may put in front
+            ids, mask = (np.take_along_axis(array, behind, axis=1) for array in (ids, mask))
+            for rows, width in length_slices(mask, most):
+                yield places[rows].tolist(), ids[rows, :width], mask[rows, :width]
 
     def checked(self, input_ids: Any, attention_mask: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Ids and mask (B, S) int64; ``InputError`` where the encoder does not take them."""
-        given = [one.cpu() if hasattr(one, "cpu") else one for one in (input_ids, attention_mask)]
-        mask = np.ones(np.shape(given[0]), np.int64) if given[1] is None else given[1]
-        ids, mask = as_batch(given[0], mask, vocab_size=self.source_vocab_size)
+        ids = as_integers(input_ids, "input_ids", rank=2)
+        mask = np.ones_like(ids) if attention_mask is None else attention_mask
+        ids, mask = as_batch(ids, mask, vocab_size=self.source_vocab_size)
         if self.max_source_tokens is not None and ids.shape[1] > self.max_source_tokens:
             raise InputError(
                 f"A text must have at most max_source_tokens, {self.max_source_tokens}, got {ids.shape[1]}: split it."
             )
-        return np.ascontiguousarray(ids), np.ascontiguousarray(mask)
+        return ids, mask
 
     def _states(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         return self._numpy(ids, mask) if self._module is None else self._torch(ids, mask).float().cpu().numpy()
@@ -325,14 +330,13 @@ class AcceleratedEncoder:
             )
 
 
-def encoder_scores(exact: AcceleratedEncoder, other: AcceleratedEncoder, texts: Sequence[str]) -> dict[str, float]:
+def encoder_scores(exact: AcceleratedEncoder, other: AcceleratedEncoder, texts: Iterable[str]) -> dict[str, float]:
     """How close ``other`` is to ``exact`` on these texts, each from 0 to 100.
 
     ``"cosine"`` is 100 times the mean over tokens of the cosine between both hidden states; ``"retrieval"`` the share
     of texts whose nearest other text, by mean-pooled cosine, is the same.
     """
-    if len(texts) < 3:
-        raise InputError(f"texts must be at least 3, of which each has a nearest other one, got {len(texts)}.")
+    texts = as_texts(texts, at_least=3)  # each has a nearest other one
     pairs = [one.embed(texts, pooling="none", normalize=True) for one in (exact, other)]
     cosines = [(a * b).sum(axis=1) for a, b in zip(*pairs, strict=True)]
     nearest = []
@@ -373,7 +377,5 @@ def quantize_encoder(
             said = ", ".join(f"{name} {lost[name]:.3g} (allowed {max_loss[name]:g})" for name in over)
             raise GateError(f"In {precision} the encoder lost {said}. Nothing was written.")
 
-    export_encoder(model, folder, precision=precision, overwrite=overwrite, gate=(gate, max_loss))
-    if not scores:  # the same export was there already
-        gate(as_folder(folder))
+    export_encoder(model, folder, precision=precision, overwrite=overwrite, check=gate, max_loss=max_loss)
     return scores

@@ -46,9 +46,8 @@ class Work:
 class Latency:
     """Raw samples in seconds, at least one, each finite and above zero.
 
-    >>> latency = Latency((0.0123, 0.0119, 0.0130, 0.0121, 0.0125))
-    >>> print(latency.per(64))
-    192 µs (186–203, n=5)
+    >>> print(Latency((0.0123, 0.0119, 0.0130, 0.0121, 0.0125)))
+    12.3 ms (11.9–13.0, n=5)
     """
 
     samples_s: tuple[float, ...]
@@ -76,11 +75,6 @@ class Latency:
     @property
     def max_s(self) -> float:
         return max(self.samples_s)
-
-    def per(self, count: int) -> Latency:
-        """Divide the samples by `count`, such as the new tokens: seconds per token."""
-        count = as_count(count, "count", at_least=1)
-        return Latency(tuple(sample / count for sample in self.samples_s))
 
     def __str__(self) -> str:
         size = self.median_s

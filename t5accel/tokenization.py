@@ -6,6 +6,7 @@ Any tokenizer of transformers works; a `TokenizerFile` needs the tokenizers libr
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -28,6 +29,7 @@ GenerateIds = Callable[[np.ndarray, np.ndarray], Any]
 # transformers' clean-up of decoded English, which a tokenizer's configuration turns on or off.
 _CLEAN_UP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"))
 _CLEAN_UP += ((" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _SURROGATE = "A text holds a lone surrogate (usually from undecodable bytes). Decode it first."
 
 
@@ -49,7 +51,7 @@ def generate_texts(
     from t5accel.backends.model_defaults import by_defaults
 
     as_count(batch_size, "batch_size", at_least=1)
-    given = _as_texts(texts)
+    given = as_texts(texts)
     search = by_defaults(backend, max_new_tokens=max_new_tokens, num_beams=num_beams)
     generate = text_to_text(tokenizer, search, prefix=prefix)
     outputs = [""] * len(given)
@@ -97,8 +99,8 @@ def text_to_text(
         language = languages.source(src_lang)
 
     def generate(texts: list[str]) -> list[str]:
-        given = _as_texts(texts)
-        if not all(_is_unicode(text) for text in given):
+        given = as_texts(texts)
+        if any(map(_SURROGATES.search, given)):
             raise InputError(_SURROGATE)
         ids, mask = tokenize(tokenizer, [prefix + text for text in given])
         if language is not None:
@@ -151,19 +153,12 @@ def _as_input_error(sentence: str) -> Iterator[None]:
         raise InputError(f"{sentence} ({first_line(error)}).") from error
 
 
-def _as_texts(texts: Any) -> list[str]:
-    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else []
-    if not given or not all(isinstance(text, str) for text in given):
-        raise InputError(f"texts must be a non-empty list of texts, got {texts!r:.200}.")
+def as_texts(texts: Any, *, at_least: int = 1) -> list[str]:
+    """The argument ``texts`` as a list; accepts every iterable of texts, such as arrays, columns and generators."""
+    given = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
+    if len(given) < at_least or not all(isinstance(text, str) for text in given):
+        raise InputError(f"texts must be a list of {at_least} or more texts, got {texts!r:.200}.")
     return given
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class TokenizerFile:
@@ -171,7 +166,7 @@ class TokenizerFile:
 
     ``path`` is that file or its folder (a saved model, an export). The configuration beside it names the padding and
     end tokens and whether decoded text is cleaned up; ``pad_token_id`` replaces its padding token. ``eos_token_id`` is
-    ``None`` where no end token is named. Threads may share it.
+    ``None`` where no end token is named. As in transformers 5, texts of BPE are not cleaned up. Threads may share it.
 
     Raises ``ModelUnavailableError`` for a missing or damaged file, ``InputError`` without a known padding token, and
     ``MissingPackageError`` without the tokenizers library.
@@ -214,7 +209,9 @@ class TokenizerFile:
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         config = _read(file.parent / "tokenizer_config.json")
-        self._cleans_up = config.get("clean_up_tokenization_spaces") is True
+        forced = config.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output") is True
+        is_bpe = type(self.tokenizer.model).__name__ == "BPE"
+        self._cleans_up = config.get("clean_up_tokenization_spaces") is True and (forced or not is_bpe)
         token, end = _content(config, "pad_token"), _content(config, "eos_token")
         if token is None or end is None:
             special = _read(file.parent / "special_tokens_map.json")
@@ -242,7 +239,7 @@ class TokenizerFile:
             raise InputError(
                 "A TokenizerFile returns padded numpy arrays: leave return_tensors and padding as they are."
             )
-        given = _as_texts(texts)
+        given = as_texts(texts)
         with _as_input_error("The tokenizer fails on a text"):
             try:
                 rows = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(given)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from transformers import DynamicCache, EncoderDecoderCache
 
+from t5accel.backends.ort_numpy import OrtNumpy
+from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.models.t5_math import cache_name
 from t5accel.parity import assert_close
@@ -45,12 +49,6 @@ def broken(**methods: Callable[..., Any]) -> type[TorchEager]:
     """PyTorch's backend with these methods in place of its own."""
     return type("Broken", (TorchEager,), methods)
 
-
-NoMask = broken(encode=lambda self, ids, mask: TorchEager.encode(self, ids, np.ones_like(mask)))
-NoReorder = broken(reorder=lambda self, state, rows: None)
-KeepsTheFirst = broken(
-    select_sources=lambda self, state, sources: TorchEager.select_sources(self, state, np.arange(len(sources)))
-)
 
 Program = list[tuple[str, int]]
 
@@ -91,21 +89,19 @@ def check_program(backend: Any, model: Any, ids: np.ndarray, mask: np.ndarray, r
             backend.reorder(state, chosen)
             histories = [[list(old[row]) for row in chosen[source]] for source, old in enumerate(histories)]
         else:
-            kept = rng.permutation(len(ids))[: max(1, len(ids) - 1)]
+            kept = rng.integers(0, len(ids), max(1, len(ids) - 1))  # one of them twice, perhaps
             backend.select_sources(state, kept)
-            ids, mask, histories = ids[kept], mask[kept], [histories[source] for source in kept]
+            ids, mask = ids[kept], mask[kept]
+            histories = [[[*row] for row in histories[source]] for source in kept]
     for logits, copied in handed_out:
         np.testing.assert_array_equal(logits, copied)
 
 
-def logits_after_all(backend: Any, ids: np.ndarray, mask: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Each operation once: a step of ``new`` (6, 2, T), T >= 3; a ragged trim; … -> the logits of one more step."""
-    state = backend.new_state(backend.encode(ids, mask), 2)
-    backend.step(state, new)
-    backend.rollback(state, np.arange(12).reshape(6, 2) % 4)
-    backend.reorder(state, np.array([[1, 0]] * 6))
-    backend.select_sources(state, np.array([4, 0]))
-    return backend.step(state, new[:2])
+def forced(folder: Path, batch: Any, new: np.ndarray, cuts: Any = ()) -> np.ndarray:
+    """Logits (B, K, T, V) of given tokens by the export in a folder, in chunks."""
+    backend = OrtNumpy(folder, settings=SessionSettings(threads=1))
+    state = backend.new_state(backend.encode(*batch), new.shape[1])
+    return np.concatenate([backend.step(state, chunk) for chunk in np.split(new, cuts, axis=2)], axis=2)
 
 
 def histories_of(batch: int, rows: int, length: int) -> np.ndarray:
@@ -163,6 +159,76 @@ operations = st.tuples(
 PROGRAM: Program = [("step", 8), ("rollback", 1), ("step", 2), ("reorder", 3), ("step", 4), ("rollback", 5),
                     ("select_sources", 7),
                     ("step", 6), ("rollback", 9), ("rollback", 0), ("reorder", 1), ("step", 3)]  # fmt: skip
+
+
+class ToyBackend:
+    """A toy backend that mostly copies its source; every next token depends on the source and all tokens so far.
+
+    Tokens are 2 … 11, 0 is padding, 1 the end. ``copies`` and ``ends`` are probabilities of a copied token and the end.
+    ``calls`` has the shape (n, T) of each step's input, the new order of rows, and the names of the other calls.
+    """
+
+    vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 12, 0, 1, 0
+
+    def __init__(self, copies: float = 0.8, ends: float = 0.05, seed: int = 0):
+        self.copies, self.ends, self.seed = copies, ends, seed
+        self.calls: list[Any] = []
+
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[list[int]]:
+        self.calls.append("encode")
+        return [ids[mask == 1].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
+
+    def new_state(self, source: list[list[int]], rows_per_source: int = 1) -> dict[str, Any]:
+        return {"sources": source, "pasts": [[[] for _ in range(rows_per_source)] for _ in source], "last": 0}
+
+    def step(self, state: dict[str, Any], input_ids: np.ndarray) -> np.ndarray:
+        self.calls.append((len(input_ids), input_ids.shape[2]))
+        assert len(input_ids) == len(state["sources"])
+        logits = np.empty((*input_ids.shape, self.vocab_size), dtype=np.float32)
+        for b, source in enumerate(state["sources"]):
+            for k, past in enumerate(state["pasts"][b]):
+                for t, token in enumerate(input_ids[b, k].tolist()):
+                    past.append(token)
+                    logits[b, k, t] = self.next(source, past)
+        state["last"] = input_ids.shape[2]
+        return logits
+
+    def next(self, source: list[int], past: list[int]) -> np.ndarray:
+        random = np.random.default_rng(zlib.crc32(np.array([self.seed, *source, -1, *past]).tobytes()))
+        logits = random.normal(size=self.vocab_size)
+        logits[:2] = -5
+        follows = [after for token, after in zip(source, source[1:], strict=False) if token == past[-1]]
+        if follows and random.random() < self.copies:
+            logits[follows[0]] += 20
+        if random.random() < self.ends:
+            logits[self.eos_token_id] = 50
+        return logits
+
+    def rollback(self, state: dict[str, Any], accepted: np.ndarray) -> None:
+        self.calls.append("rollback")
+        for pasts, counts in zip(state["pasts"], np.asarray(accepted).tolist(), strict=True):
+            for past, count in zip(pasts, counts, strict=True):
+                assert 0 <= count <= state["last"]
+                del past[len(past) - state["last"] + count :]
+        state["last"] = 0
+
+    def reorder(self, state: dict[str, Any], rows: np.ndarray) -> None:
+        self.calls.append(rows.tolist())
+        state["pasts"] = [[[*pasts[row]] for row in order] for pasts, order in zip(state["pasts"], rows, strict=True)]
+
+    def select_sources(self, state: dict[str, Any], sources: np.ndarray) -> None:
+        self.calls.append("select_sources")
+        for name in ("sources", "pasts"):
+            state[name] = [state[name][source] for source in sources]
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        return [call for call in self.calls if isinstance(call, tuple)]
+
+
+def lacking(kind: type, *methods: str) -> Any:
+    """A backend of that kind without these methods."""
+    return type("Poor", (), {name: member for name, member in vars(kind).items() if name not in methods})()
 
 
 @dataclass

@@ -42,18 +42,13 @@ def train(
     import torch
 
     from t5accel import machine
-    from t5accel.distillation.checkpointing import extend_run as go_back
-    from training.pairs import read_pairs
     from training.train import reproduce, stage_plan
 
     config = stage_plan(stage, start)[0]
     config = replace(config, steps=config.steps if steps is None else steps, seed=seed)
     torch.set_num_threads(threads or machine.cpu_threads())
-    if prolong:
-        read_pairs(pairs)  # a missing file must not cost the state that prolong() replaces
-        go_back(out)
     with kept(KEPT.format(out)):
-        made = reproduce(pairs, out, config, stage=stage, start=start, device=device.value)
+        made = reproduce(pairs, out, config, stage=stage, start=start, prolong=prolong, device=device.value)
     typer.echo(f"Wrote {made}")
 
 

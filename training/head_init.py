@@ -101,7 +101,7 @@ def _looks_back(model: PreTrainedModel) -> Callable[[Batch], torch.Tensor]:
 
     @torch.no_grad()
     def share(batch: Batch) -> torch.Tensor:
-        inputs, _ = model_inputs(batch, next(looking.parameters()).device)
+        inputs, _ = model_inputs(batch, looking)
         del inputs["decoder_input_ids"]
         has_one_before = inputs["attention_mask"][:, 1:].float()
         layers = looking.encoder(**inputs, output_attentions=True).attentions  # each (B, H, S, S)

@@ -23,6 +23,7 @@ from bench.results import Row, write_rows
 from t5accel.distillation.batches import TaskBatch, steps_from
 from t5accel.distillation.optimizer import new_optimizers, optimizer_step
 from t5accel.errors import InputError
+from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.export import export_model
 from t5accel.models.load import load_model
 from t5accel.precision.convert import quantize_export
@@ -179,7 +180,8 @@ def train(rounding: Any, folder: Path, args: argparse.Namespace) -> None:
 
         model.to(args.device)
         fine_tune(model, rounding, batches, steps=args.steps, learning_rate=args.learning_rate, on_step=shown)
-    model.to("cpu", torch.float16).save_pretrained(folder)
+    with locked(folder), staged(folder) as there:  # which is finished if it is there
+        model.to("cpu", torch.float16).save_pretrained(there)
 
 
 def main() -> None:

@@ -26,7 +26,6 @@ from t5accel.distillation.optimizer import (
     learning_rate_factor,
     new_optimizers,
     set_dropout,
-    use_pooled_dropout,
     validation_losses,
 )
 from t5accel.errors import InputError
@@ -155,6 +154,35 @@ def stage_plan(stage: int, start: str | None) -> tuple[TrainConfig, tuple[Phase,
     return stages[stage]
 
 
+class PooledDropout(torch.nn.Dropout):
+    """Dropout with masks read at random offsets of a pool drawn once."""
+
+    # On a CPU torch draws dropout's random bits on one thread, which took up to half of a training step.
+    pools: dict[tuple[float, torch.device, torch.dtype, int], torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return x
+        # The pool's size and values follow from x and p alone, so that a resumed run draws the same masks.
+        size = max(1 << 24, 1 << (2 * x.numel()).bit_length())
+        key = (self.p, x.device, x.dtype, size)
+        pool = self.pools.get(key)
+        if pool is None:
+            drawn = torch.rand(size, device=x.device, generator=torch.Generator(x.device).manual_seed(0))
+            pool = self.pools[key] = ((drawn >= self.p) / (1 - self.p)).to(x.dtype)
+        start = int(torch.randint(pool.numel() - x.numel(), (1,)))
+        return x * pool[start : start + x.numel()].view(x.shape)
+
+
+def use_pooled_dropout(module: torch.nn.Module) -> None:
+    """Replace every ``nn.Dropout`` below ``module``."""
+    for name, child in module.named_children():
+        if isinstance(child, torch.nn.Dropout):
+            setattr(module, name, PooledDropout(child.p))
+        else:
+            use_pooled_dropout(child)
+
+
 def new_model(config: TrainConfig) -> PreTrainedModel:
     """A randomly initialised ``T5ForConditionalGeneration`` of the configured size.
 
@@ -206,15 +234,18 @@ def make_loss_validator(
 
 def train_model(
     mixture: Mixture, tokenizer: PreTrainedTokenizerBase, held_out: list[Example], folder: Path,
-    config: TrainConfig, *, start: PreTrainedModel | None = None, device: str = "cpu", validate_every: int = 250,
-    save_every: int = 250,
+    config: TrainConfig, *, start: PreTrainedModel | None = None, prolong: bool = False, device: str = "cpu",
+    validate_every: int = 250, save_every: int = 250,
 ) -> PreTrainedModel:  # fmt: skip
     """Train a copy of ``start``, or a new model, until ``config.steps``; return it in evaluation mode.
 
-    ``held_out`` are examples for the validation loss. A checkpoint in ``folder`` is continued from.
+    ``held_out`` are examples for the validation loss. A checkpoint in ``folder`` is continued from; ``prolong`` goes
+    back to the state before the learning rate decayed, ``stable.pt``, so that a longer run can go on from there.
     """
-
     require_device(device)
+    stable = folder / "stable.pt"
+    if prolong and not stable.is_file():
+        raise InputError(f"No {stable}: this run has not reached its decay, or is prolonged. Leave --prolong out.")
     model = new_model(config) if start is None else continued_model(start, config)
     model = model.to(device).train()
     muon_rate = config.matrix_learning_rate if config.optimizer == "muon" else None
@@ -241,6 +272,9 @@ def train_model(
         loss_of=loss_of,
         validate=lambda: validate(model),
         before_step=before_step,
+        made_from=() if start is None else (start,),
+        stable=stable,
+        goes_back=prolong,
         device=device,
         validate_every=validate_every,
         save_every=save_every,
@@ -260,7 +294,7 @@ def vocabulary_texts(pairs: tuple[Pair, ...], seed: int) -> list[str]:
 
 def reproduce(
     pairs_file: Path, folder: Path, config: TrainConfig, *, stage: int = 1, start: str | None = None,
-    device: str = "cpu", held_out: int = 1000,
+    prolong: bool = False, device: str = "cpu", held_out: int = 1000,
 ) -> Path:  # fmt: skip
     """Run one stage (see `stage_plan`) from a file of pairs; returns ``folder/model``, in fp16.
 
@@ -293,7 +327,7 @@ def reproduce(
         config = replace(
             config, head_inits=choose_head_inits(model, [batch for batches in sets.values() for batch in batches[:2]])
         )
-    model = train_model(mixture, tokenizer, held_out_pairs, folder, config, start=model, device=device)
+    model = train_model(mixture, tokenizer, held_out_pairs, folder, config, start=model, prolong=prolong, device=device)
     model.to(torch.float16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder / "model"

@@ -54,8 +54,8 @@ def run_suite(
     """Measure what is not measured yet, then again what failed before this run, and keep every cell's rows in a file.
 
     Args:
-        path: the file of results, or a folder, which gets ``gpu-<card>.json``. Rows of another card, torch,
-            transformers or suite are put aside.
+        path: the file of results, or a folder, which gets ``gpu-<card>.json``; a new one has no dot in its name. Rows
+            of another card, torch, transformers or suite are put aside.
         device: ``"cuda"``, or ``"cpu"`` to try it out.
         cells: by default `cells.cells_for` this card.
         only: cells whose name fits this pattern, such as ``"runtimes*"``.
@@ -83,7 +83,7 @@ def run_suite(
         raise InputError(f"No cell is called as only={only!r} says; there are\n{names}")
     about = environment() | {"suite": SUITE, "device": device}  # as it is now: a tracked file makes the commit dirty
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() or not (path.suffix or path.exists()):
         path /= f"gpu-{slug(torch.cuda.get_device_name()) if device == 'cuda' else 'none'}.json"
     book = Book(path, about)
     end = perf_counter() + 60 * minutes - RESERVE_S
@@ -93,7 +93,7 @@ def run_suite(
         subject: ModelOnDevice | None = None
         for cell in todo:
             refused = unequal(book.rows, cell)
-            if cell in again and cell.measured != "equality" and not _may_change(book.of(cell), refused):
+            if cell in again and cell.measured not in ("equality", "draws") and not _may_change(book.of(cell), refused):
                 continue
             if (left := end - perf_counter()) < cell.least_s:
                 say(f"{cell.name}: not begun, {max(left, 0):.0f} s are left")

@@ -30,8 +30,9 @@ def cost_at(names, megabytes):
 for megabytes in (7.5, 8.5, 9.5):
     by_cost, by_byte = cost_at(order, megabytes), cost_at(per_weight, megabytes)
     print(f"{megabytes} MB: by cost {by_cost:.3f}, by cost for each byte {by_byte:.3f}")
+    assert by_byte < by_cost
 
-# %% Exercise 2: rows of very different sizes must share one scale; the costs grow most where rows differ most.
+# %% Exercise 2: rows with very different maxima must share one scale; the costs grow most where rows differ most.
 everything = {}
 for name in matrices:
     weight = model.get_submodule(name).weight
@@ -45,16 +46,16 @@ for name in worse[:3]:
 print(f"added up: {sum(cost.values()):.3f} and {sum(everything.values()):.3f}")
 assert sum(everything.values()) > 2 * sum(cost.values())
 
-# %% Exercise 3: hardly ever, so that the lost bit costs more than what is cut off. 2 * 255 * 127 does not fit in 16
+# %% Exercise 3: hardly ever, so that the lost bit costs more than saturation does. 2 * 255 * 127 does not fit in 16
 # bits, 2 * 255 * 64 does.
-weight = model.decoder.block[0].layer[2].DenseReluDense.wi.weight.detach().numpy()
+weight = model.decoder.block[0].layer[2].DenseReluDense.wo.weight.detach().numpy()
 x = np.maximum(np.random.default_rng(0).normal(size=(16, weight.shape[1])), 0)
 integers, off = np.rint(x / x.max() * 255), {}
 for top in (127, 64):
     scales = np.abs(weight).max(axis=1, keepdims=True) / top
     pairs = (integers[:, None] * np.rint(weight / scales)).reshape(16, len(weight), -1, 2).sum(axis=-1)
-    cut = np.mean(np.abs(pairs) > 2**15 - 1)
+    saturated = np.mean(np.abs(pairs) > 2**15 - 1)
     found = pairs.clip(-(2**15), 2**15 - 1).sum(axis=-1) * scales[:, 0] * x.max() / 255
     off[top] = np.abs(found - x @ weight.T).mean() / np.abs(x @ weight.T).mean()
-    print(f"integers to {top}: {cut:.4%} of the pairs cut off, the result is off by {off[top]:.2%}")
+    print(f"integers to {top}: {saturated:.4%} of the pairs saturate, the result is off by {off[top]:.2%}")
 assert off[127] < off[64]

@@ -12,7 +12,7 @@ def without_neurons(wi, wo, kept):
 
 # %% Exercise 1: heads stand in for each other. Each of two may be dispensable, and not both.
 def loss_without(heads):
-    """What closing these heads costs, by the name of their attention."""
+    """What masking these heads costs; `heads` maps the name of an attention to numbers of heads."""
     kept = {name: model.get_submodule(name).o.weight.data for name in heads}
     for name, numbers in heads.items():
         mask = torch.ones(8).index_fill(0, torch.tensor(numbers), 0).repeat_interleave(32)
@@ -23,7 +23,7 @@ def loss_without(heads):
     return found
 
 
-attentions = [name for name in sizes if name.startswith("decoder") and name.endswith("Attention")]
+attentions = [name for name in magnitudes if name.startswith("decoder") and name.endswith("Attention")]
 each = {name: [loss_without({name: [head]}) for head in range(8)] for name in attentions}
 cheaper = {name: sorted(range(8), key=costs.__getitem__)[:4] for name, costs in each.items()}
 added = sum(each[name][head] for name, heads in cheaper.items() for head in heads)
@@ -33,9 +33,9 @@ assert at_once > 2 * added
 
 # %% Exercise 2: the same function, for 16 is a power of two, and other norms: magnitude now keeps what it liked least.
 rescaled = copy.deepcopy(model)
-for name in [one for one in sizes if one.endswith("Attention")]:
+for name in [one for one in magnitudes if one.endswith("Attention")]:
     module = rescaled.get_submodule(name)
-    rows = (sizes[name].argsort()[:4, None] * 32 + torch.arange(32)).flatten()
+    rows = (magnitudes[name].argsort()[:4, None] * 32 + torch.arange(32)).flatten()
     module.v.weight.data[rows] *= 16
     module.o.weight.data[:, rows] /= 16
 assert torch.equal(run(rescaled).logits, run(model).logits)

@@ -20,7 +20,7 @@ for name, some in (("a scale for each row", by_row), ("for each 32 weights", by_
     approximate, lengths = hidden @ some.T, np.linalg.norm(rows - some, axis=1)
     reach = lengths * np.linalg.norm(hidden, axis=1, keepdims=True)
     count = (approximate + reach >= (approximate - reach).max(axis=1, keepdims=True)).sum(axis=1)
-    print(f"{name}: {np.median(count):.0f} left in the middle, {count.mean():.0f} in the mean")
+    print(f"{name}: {np.median(count):.0f} candidates in the median step, {count.mean():.0f} in the mean")
 assert count.mean() < found[4].mean() / 2
 
 # %% Exercise 3: the first of both, as np.argmax; no sum of floats can prove it, so it returns None and all is computed.

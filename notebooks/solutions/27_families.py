@@ -21,7 +21,7 @@ for size, kind in (("bart-base", "bart"), ("nllb-200-distilled-600M", "m2m_100")
     has = FAMILIES[kind].sizes[size]
     width, shape = has["d_model"], (has["d_model"], has["decoder_ffn_dim"], has["decoder_layers"])
     even = gigabytes(*shape, 0) / (4e-9 * width)
-    print(f"{size}: from {even:,.0f} tokens on; it has {has['vocab_size']:,}")
+    print(f"{size}: above {even:,.0f} tokens; it has {has['vocab_size']:,}")
     assert even < (2 if kind == "bart" else 1) * has["vocab_size"]
 
 # %% Exercise 3: the forced token leads, and what follows differs.

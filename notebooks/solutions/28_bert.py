@@ -10,7 +10,7 @@ def multiplications(tokens, heads, neurons, width=128, size=32):
 # %% Exercise 1: where the products of each pair of tokens are as many as those of each token.
 heads, neurons = (sum(sizes) for sizes in widths(reader).values())
 equal = (4 * 128 * heads * 32 + 2 * 128 * neurons) // (2 * heads * 32)
-print(f"from {equal} tokens on")
+print(f"at {equal} tokens")
 linear = whole - 2 * 128 * 512 - 2 * heads * 32 * 512**2  # of 512 tokens, as PyTorch counts them
 assert 2 * heads * 32 * equal == linear / 512
 
@@ -24,12 +24,14 @@ assert moved[-5].no_answer.exact_match >= moved[0].no_answer.exact_match >= move
 assert moved[-5].has_answer.f1 <= moved[0].has_answer.f1 <= moved[5].has_answer.f1
 
 # %% Exercise 3: the graph's factor is, for the most part, that of its products: two libraries, not two graphs.
+import os
+
 head = '<ir_version: 10, opset_import: ["": 17]> product'
 product = onnx.parser.parse_model(head + "(float[512, 1024] a) => (float[512, 4096] c) { c = MatMul(a, b) }")
 linear = torch.nn.Linear(1024, 4096, bias=False).requires_grad_(False)
 product.graph.initializer.append(onnx.numpy_helper.from_array(linear.weight.numpy().T.copy(), "b"))
 a = np.random.default_rng(0).standard_normal((512, 1024), dtype=np.float32)
-for threads in (1, onnxruntime.SessionOptions().intra_op_num_threads or 2):
+for threads in (1, os.cpu_count()):
     torch.set_num_threads(threads)
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(product.SerializeToString(), options)

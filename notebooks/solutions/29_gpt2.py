@@ -33,7 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 with torch.device("meta"):
     weights = 4 * GPT2LMHeadModel(GPT2Config()).num_parameters()
 texts = weights // (1024 * position) + 1
-print(f"weights {weights / 1e6:.0f} MB: from {texts} texts on")
+print(f"weights {weights / 1e6:.0f} MB: {texts} texts")
 assert texts * 1024 * position > weights >= (texts - 1) * 1024 * position
 
 # %% Exercise 3: logits of all positions grow with the vocabulary, keys and values with layers and width.

@@ -20,7 +20,7 @@ assert alike > 0 > others
 
 # %% Exercise 2: where 4 * attention * length is 2 * d_model * (4 * attention + 2 * feed_forward).
 equal = 2 * config.d_model * (4 * attention + 2 * feed_forward) / (4 * attention)
-print(f"from {equal:.0f} tokens on")
+print(f"at {equal:.0f} tokens")
 assert operations(equal) == 4 * weights * equal
 
 # %% Exercise 3: the scale follows the largest number of a neighbour, wherever it stands, so length is not what counts.

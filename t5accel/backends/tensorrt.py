@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -147,19 +149,14 @@ def _graph_plan(spec: GraphSpec, sizes: Sizes) -> GraphPlan:
     return GraphPlan(profile, {tensor.name: tensor.dtype for tensor in (*spec.inputs, *spec.outputs)})
 
 
-def load_tensorrt(name: str | None = None) -> ModuleType:
-    """Import ``tensorrt`` or ``tensorrt_rtx``: the one named, or the first that is installed.
-
-    Raises ``MissingPackageError``.
-    """
-    for candidate in MODULES if name is None else (name,):
-        try:
-            return import_module(candidate)
-        except ImportError:
-            continue
+def load_tensorrt() -> ModuleType:
+    """Import ``tensorrt`` or ``tensorrt_rtx``, the first that is installed; raises ``MissingPackageError``."""
+    for name in MODULES:
+        with suppress(ImportError):
+            return import_module(name)
     raise MissingPackageError(
-        f"{name or 'TensorRT'} is not installed: pip install tensorrt-cu13 on a machine with an NVIDIA GPU, or "
-        "tensorrt-rtx-cu13, which also builds engines without one."
+        "TensorRT is not installed: pip install tensorrt-cu13 on a machine with an NVIDIA GPU, or tensorrt-rtx-cu13, "
+        "which also builds engines without one."
     )
 
 
@@ -254,13 +251,13 @@ class Engine:
         self.engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self.engine is None:
             raise ExportError(f"{path} cannot be loaded here: {self.log.last}. Delete it, and it is built again.")
-        self.context = self.engine.create_execution_context()
+        self.context, self.lock = self.engine.create_execution_context(), threading.Lock()
 
     def io_binding(self) -> None:
         """Return nothing: `OrtPointers` then hands over all tensors at every run."""
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor], stream: int) -> None:
-        """Queue a run on a stream of the device; keep the tensors until it has ended."""
+        """Queue a run on a stream of the device, under the ``lock``; keep the tensors until it has ended."""
         self.plan.check({name: tuple(tensor.shape) for name, tensor in inputs.items()})
         for name, tensor in inputs.items():
             self.context.set_input_shape(name, tuple(tensor.shape))
@@ -309,4 +306,5 @@ class TensorRT(OrtPointers):
         self, session: Engine, binding: None, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> None:
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        session.run(inputs, outputs, stream)
+        with session.lock:  # the context has one set of shapes and addresses
+            session.run(inputs, outputs, stream)

@@ -8,8 +8,10 @@ and comparisons.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 from t5accel.backends.torch_static_buffers import KEPT_BYTES, LONGEST_RUN, KVCache, StaticBuffers, capture_graph, made
-from t5accel.backends.torch_static_loops import run_beams, run_samples, step_tokens
+from t5accel.backends.torch_static_loops import keeps_state, run_beams, run_samples, step_tokens
 from t5accel.backends.torch_static_model import StaticT5
 from t5accel.checks import as_count
 from t5accel.decoding.backend import PastLengths, SuppressedTokens
@@ -66,8 +68,7 @@ class TorchStatic:
 
     A row's positions begin at its first place, so rows of unequal length need no padding, and `rollback` moves nothing.
     Buffers come in buckets of lengths and are used again by the next state of the same shape, with the graph that was
-    captured on them. States of one backend run one after the other: it is for one thread. The model's weights must not
-    change.
+    captured on them. Threads may share a backend; a state belongs to one of them. The model's weights must not change.
 
     Args:
         buckets: ascending lengths of buffers.
@@ -105,6 +106,7 @@ class TorchStatic:
         self.captured = self.captured_encoders = 0  # graphs of a step, and of an encoder
         self._free: list[StaticBuffers] = []  # the last given back is the last
         self._encoders: dict[tuple[int, int], CapturedEncoder] = {}  # the last used is the last
+        self._lock = threading.RLock()  # of both, and of the encoders' memory
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy by the model: the copy captures for itself."""
@@ -121,12 +123,13 @@ class TorchStatic:
             ids, mask = (array.to(self.device) for array in given)
             return StaticSource(self.decoder.encode(ids, mask), mask)
         batch, length = input_ids.shape
-        encoder = self._encoder((batch, self._bucket(length)))  # ids and mask (B, S), S >= length
-        for place, array in zip((encoder.ids, encoder.mask), given, strict=True):
-            place[:, :length] = array
-        encoder.mask[:, length:] = 0  # whatever token stands there
-        encoder.graph.replay()
-        return StaticSource(encoder.cross_kv.clone(), encoder.mask.clone())
+        with self._lock:
+            encoder = self._encoder((batch, self._bucket(length)))  # ids and mask (B, S), S >= length
+            for place, array, rest in zip((encoder.ids, encoder.mask), given, (self.pad_token_id, 0), strict=True):
+                place[:, :length] = array
+                place[:, length:] = rest
+            encoder.graph.replay()
+            return self._made(lambda: StaticSource(encoder.cross_kv.clone(), encoder.mask.clone()))
 
     @torch.inference_mode()
     def new_state(self, source: StaticSource, rows_per_source: int = 1) -> StaticState:
@@ -136,7 +139,7 @@ class TorchStatic:
         self._take_lease(state)
         return state
 
-    @torch.inference_mode()
+    @keeps_state
     def step(self, state: StaticState, input_ids: np.ndarray) -> np.ndarray:
         self._make_room(state, input_ids.shape[2])
         buffers = state.buffers
@@ -149,7 +152,7 @@ class TorchStatic:
         state.rows = state.rows.appended(input_ids.shape[2])
         return logits.to("cpu", copy=True).numpy().reshape(*input_ids.shape, self.vocab_size)
 
-    @torch.inference_mode()
+    @keeps_state
     def next_tokens(
         self, state: StaticState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None
     ) -> np.ndarray:
@@ -165,7 +168,7 @@ class TorchStatic:
         state.rows = state.rows.appended(input_ids.shape[2])
         return buffers.token.to("cpu", copy=True).numpy().reshape(input_ids.shape[:2])
 
-    @torch.inference_mode()
+    @keeps_state
     def run_greedy(self, state: StaticState, k: int, *, suppressed: SuppressedTokens = None) -> np.ndarray:
         """Take up to ``k`` greedy steps, at most `LONGEST_RUN`; the host reads the tokens (B, K, n) once, at the end.
 
@@ -219,19 +222,27 @@ class TorchStatic:
     def _acquire(self, batch: int, rows: int, source: StaticSource, width: int) -> StaticBuffers:
         """Buffers that are free, or new ones, filled with the source."""
         shape = (batch, rows, self._bucket(source.mask.shape[1]), self._bucket(width))
-        place = next((at for at in reversed(range(len(self._free))) if self._free[at].shape == shape), None)
-        if place is None:
-            new = partial(self.decoder.new_buffers, batch=batch, rows=rows, source=shape[2], width=shape[3])
-            buffers = made(new, self._free, self._encoders)
-        else:
-            buffers = self._free.pop(place)
+        with self._lock:
+            buffers = next((held for held in reversed([*self._free]) if held.shape == shape), None)
+            if buffers is None:
+                new = partial(self.decoder.new_buffers, batch=batch, rows=rows, source=shape[2], width=shape[3])
+                buffers = self._made(new)
+            else:
+                with suppress(ValueError):  # a state that ends right now may let go of them
+                    self._free.remove(buffers)
         self.decoder.fill(buffers, source.cross_kv, source.mask)
         return buffers
 
+    def _made(self, make: Callable[[], Any], *unused: Any) -> Any:
+        """What ``make`` returns, which may take the memory of what is not in use."""
+        with self._lock:
+            return made(make, *unused, self._free, self._encoders)
+
     def _give_back(self, buffers: StaticBuffers) -> None:
+        """At the end of a state: in any thread, between any two lines of it, so without the lock."""
         self._free.append(buffers)
         while len(self._free) > 1 and sum(held.size_bytes for held in self._free) > KEPT_BYTES:
-            del self._free[0]
+            del self._free[:1]
 
     def _bucket(self, length: int) -> int:
         last = self.buckets[-1]
@@ -251,12 +262,12 @@ class TorchStatic:
         self, state: StaticState, source: StaticSource, histories: PastLengths, flat: np.ndarray, width: int
     ) -> None:
         """Go on with these rows in other buffers. Without memory for them the state stays as it was."""
-        old = state.buffers
+        old, give_back = state.buffers, state.lease
         new = self._acquire(*histories.shape, source, width)
         self._gather(old, new, flat)
-        state.lease()
         state.source, state.buffers, state.rows = source, new, histories
         self._take_lease(state)
+        give_back()
 
     @torch.inference_mode()
     def _gather(self, old: StaticBuffers, new: StaticBuffers, flat: np.ndarray) -> None:
@@ -285,19 +296,20 @@ class TorchStatic:
 
     def _encoder(self, shape: tuple[int, int]) -> CapturedEncoder:
         """The encoder captured for B sources of S positions, at its first use."""
-        if shape in self._encoders:
-            self._encoders[shape] = self._encoders.pop(shape)
-        else:
-            ids, mask = torch.zeros((2, *shape), dtype=torch.int64, device=self.device)
-            mask[:, 0] = 1
-            cross_kv = self.decoder.cross_memory(*shape)
-            graph = capture_graph(lambda: self.decoder.encode(ids, mask, cross_kv), lambda: None, self.device)
-            self._encoders[shape] = CapturedEncoder(ids, mask, cross_kv, graph)
-            self.captured_encoders += 1
-            held = self._encoders.values()
-            while len(held) > 1 and sum(one.cross_kv.memory.nbytes for one in held) > KEPT_BYTES:
-                del self._encoders[next(iter(self._encoders))]
-        return self._encoders[shape]
+        encoder = self._encoders.pop(shape, None) or self._made(partial(self._new_encoder, shape))
+        self._encoders[shape] = encoder
+        held = self._encoders.values()
+        while len(held) > 1 and sum(one.cross_kv.memory.nbytes for one in held) > KEPT_BYTES:
+            del self._encoders[next(iter(self._encoders))]
+        return encoder
+
+    def _new_encoder(self, shape: tuple[int, int]) -> CapturedEncoder:
+        ids, mask = torch.zeros((2, *shape), dtype=torch.int64, device=self.device)
+        mask[:, 0] = 1
+        cross_kv = self.decoder.cross_memory(*shape)
+        graph = capture_graph(lambda: self.decoder.encode(ids, mask, cross_kv), lambda: None, self.device)
+        self.captured_encoders += 1
+        return CapturedEncoder(ids, mask, cross_kv, graph)
 
     def _capture(self, buffers: StaticBuffers) -> None:
         lengths, token = buffers.lengths.clone(), buffers.token.clone()
@@ -307,5 +319,6 @@ class TorchStatic:
             buffers.token.copy_(token)
             buffers.count.zero_()
 
-        buffers.graph = capture_graph(lambda: self.decoder.advance(buffers), undo, self.device)
+        step = partial(self.decoder.advance, buffers)
+        buffers.graph = self._made(lambda: capture_graph(step, undo, self.device))
         self.captured += 1

@@ -10,6 +10,8 @@ Shapes: B sources, K rows that share one, R = B * K, S source positions, W place
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,10 +21,11 @@ import torch
 
 from t5accel.decoding.backend import SuppressedTokens
 
-KEPT_BYTES = 2 * 2**30  # of buffers in shapes that are not in use; of encoders; of running rows
+KEPT_BYTES = 2 * 2**30  # of buffers not in use, of encoders, of running rows; their graphs' own memory comes on top
 LONGEST_RUN = 64  # tokens that the buffers hold before the host has to read them
 Made = TypeVar("Made")
 WARM_UP_STEPS = 2  # before a graph is captured; libraries choose their kernels in them
+_CAPTURING = threading.Lock()  # a graph would hold whatever another thread queues on the side stream meanwhile
 
 
 @cache
@@ -36,17 +39,20 @@ def capture_graph(step: Callable[[], Any], undo: Callable[[], Any], device: torc
     """Capture a step as a ``torch.cuda.CUDAGraph``, after a few steps of warming up on the `side_stream`.
 
     The step must keep to memory that stays and make the host wait for nothing. ``undo`` restores that memory after
-    each step of warming up.
+    each step of warming up, also one that fails. Threads take turns; other work on the GPU goes on meanwhile.
     """
-    side, graph = side_stream(device), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP_STEPS):
+    with _CAPTURING, torch.cuda.device(device):
+        side, graph = side_stream(device), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_STEPS):
+                try:
+                    step()
+                finally:
+                    undo()
+        torch.cuda.current_stream(device).wait_stream(side)
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             step()
-            undo()
-    torch.cuda.current_stream(device).wait_stream(side)
-    with torch.cuda.graph(graph, stream=side):
-        step()
     return graph
 
 
@@ -55,8 +61,8 @@ def made(make: Callable[[], Made], *unused: Any) -> Made:
     try:
         return make()
     except torch.cuda.OutOfMemoryError:
-        if not any(unused):
-            raise
+        pass  # what its traceback holds is free only behind this clause
+    gc.collect()  # states in reference cycles give their buffers back
     for kept in unused:
         kept.clear()
     torch.cuda.empty_cache()
@@ -120,7 +126,7 @@ class KVCache:
         return KVCache(heads, len(index), places, width, memory=torch.cat(parts))
 
 
-@dataclass
+@dataclass(eq=False)
 class StaticBuffers:
     """Memory for one batch of a given shape, at addresses that stay."""
 

@@ -10,7 +10,7 @@ Shapes: B sources, K rows each, R = B * K, V entries, m = K * (1 + the number of
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,9 +18,10 @@ import torch
 
 from t5accel.backends.torch_static_buffers import StaticBuffers, capture_graph
 from t5accel.backends.torch_static_model import StaticT5
-from t5accel.decoding.backend import SuppressedTokens
+from t5accel.decoding.backend import NOT_FINITE, SuppressedTokens
 from t5accel.decoding.beam import LONGEST_RUN
 from t5accel.decoding.sampling import SamplingParams
+from t5accel.errors import EngineError
 
 if TYPE_CHECKING:
     from t5accel.backends.torch_static import StaticState, TorchStatic
@@ -33,32 +34,33 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")  # in the dev
 class Loop:
     """A step that chooses the next tokens of some buffers on the device, and its captured graph."""
 
-    def __init__(self, decoder: StaticT5, buffers: StaticBuffers):
-        self.decoder, self.buffers, self.graph = decoder, buffers, None
+    def __init__(self, decoder: StaticT5):  # no buffers: they keep it, and reference cycles would hold their memory
+        self.decoder, self.graph = decoder, None
 
-    def step(self) -> None:
+    def step(self, buffers: StaticBuffers) -> None:
         """Read the buffers' token, choose the next one. Touches nothing but the buffers and the loop's own memory."""
         raise NotImplementedError
 
-    def logits(self) -> torch.Tensor:
+    def logits(self, buffers: StaticBuffers) -> torch.Tensor:
         """(R, V) float32 after the buffers' token, which is read."""
-        return self.decoder.logits(self.decoder.read(self.buffers, self.buffers.token)[:, -1])
+        return self.decoder.logits(self.decoder.read(buffers, buffers.token)[:, -1])
 
-    def capture(self) -> None:
-        buffers = self.buffers
-        lengths, memory = buffers.lengths.clone(), buffers.self_kv.memory.clone()
+    def capture(self, buffers: StaticBuffers) -> None:
+        lengths, memory = buffers.lengths.clone(), buffers.self_kv.memory
+        if isinstance(self, BeamLoop):  # which moves rows; the others write to places that are not real
+            memory = memory.clone()
 
         def undo() -> None:
             buffers.lengths.copy_(lengths)
             buffers.self_kv.memory.copy_(memory)
             buffers.count.zero_()
 
-        self.graph = capture_graph(self.step, undo, self.decoder.device)
+        self.graph = capture_graph(partial(self.step, buffers), undo, self.decoder.device)
 
-    def run(self, count: int) -> None:
+    def run(self, buffers: StaticBuffers, count: int) -> None:
         for _ in range(count):
             if self.graph is None:
-                self.step()
+                self.step(buffers)
             else:
                 self.graph.replay()
 
@@ -70,13 +72,13 @@ class BeamLoop(Loop):
     >>> t5 = StaticT5(random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32)))
     >>> buffers = t5.new_buffers(batch=1, rows=3, source=4, width=8)
     >>> loop = BeamLoop(t5, buffers, ends=(1,), renormalized=False)
-    >>> loop.step()
+    >>> loop.step(buffers)
     >>> loop.candidates[2][0].shape, buffers.lengths.tolist(), buffers.count.tolist()
     (torch.Size([1, 6]), [1, 1, 1], [1])
     """
 
     def __init__(self, decoder: StaticT5, buffers: StaticBuffers, *, ends: tuple[int, ...], renormalized: bool):
-        super().__init__(decoder, buffers)
+        super().__init__(decoder)
         batch, beams, *_ = buffers.shape
         device = decoder.device
         self.renormalized = renormalized
@@ -89,9 +91,9 @@ class BeamLoop(Loop):
         types = (torch.float32, torch.int64, torch.int64)
         self.candidates = [torch.zeros(LONGEST_RUN, batch, self.m, dtype=dtype, device=device) for dtype in types]
 
-    def step(self) -> None:
-        buffers, (batch, beams) = self.buffers, self.scores.shape
-        logits = self.logits()
+    def step(self, buffers: StaticBuffers) -> None:
+        batch, beams = self.scores.shape
+        logits = self.logits(buffers)
         logits -= logits.amax(dim=-1, keepdim=True)
         allowed = logits + buffers.logit_bias
         total = (allowed if self.renormalized else logits).exp().sum(dim=-1, keepdim=True).log()
@@ -117,7 +119,7 @@ class SampleLoop(Loop):
     """
 
     def __init__(self, decoder: StaticT5, buffers: StaticBuffers, sampling: SamplingParams, *, few: bool):
-        super().__init__(decoder, buffers)
+        super().__init__(decoder)
         device, rows = decoder.device, len(buffers.token)
         self.sampling, self.few = sampling, few
         self.overflow = torch.zeros(1, dtype=torch.bool, device=device)
@@ -125,27 +127,28 @@ class SampleLoop(Loop):
             name: torch.tensor(getattr(sampling, name), dtype=torch.float64, device=device) for name in _NUMBERS
         }
         self.uniform = torch.zeros(LONGEST_RUN, rows, dtype=torch.float64, device=device)
+        self.totals = torch.zeros_like(self.uniform)  # of `draw`, for the host: a graph raises no error
         self.generated = torch.zeros(LONGEST_RUN, rows, dtype=torch.int64, device=device)
         self.seen = None  # (R, V) bool, the tokens in each row's history
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(rows, decoder.dims.vocab_size, dtype=torch.bool, device=device)
 
-    def step(self) -> None:
-        buffers = self.buffers
-        scores = penalised(self.logits() + buffers.logit_bias, self.seen, self.numbers)
+    def step(self, buffers: StaticBuffers) -> None:
+        scores = penalised(self.logits(buffers) + buffers.logit_bias, self.seen, self.numbers)
         if self.few:
             scores, last, tokens, ties = likeliest(scores, self.sampling.top_k)
             self.overflow |= ties
         else:
             last = last_of(scores, self.sampling.top_k)
         odds = probabilities(scores, last, self.sampling, self.numbers)
-        token = draw(odds, self.uniform.index_select(0, buffers.count).T)  # (R, 1)
+        token, total = draw(odds, self.uniform.index_select(0, buffers.count).T)  # (R, 1) both
         if self.few:
             token = tokens.gather(1, token)
         if self.seen is not None:
             self.seen.scatter_(1, token, True)
         buffers.token.copy_(token)
         self.generated.index_copy_(0, buffers.count, token.T)
+        self.totals.index_copy_(0, buffers.count, total.T)
         buffers.count.add_(1)
 
 
@@ -153,12 +156,12 @@ class ReadLoop(Loop):
     """A step that reads ``count`` tokens, such as a draft, and finds the likeliest one after each."""
 
     def __init__(self, decoder: StaticT5, buffers: StaticBuffers, *, count: int):
-        super().__init__(decoder, buffers)
+        super().__init__(decoder)
         self.tokens, self.best = torch.zeros((2, len(buffers.token), count), dtype=torch.int64, device=decoder.device)
 
-    def step(self) -> None:
-        logits = self.decoder.logits(self.decoder.read(self.buffers, self.tokens))  # (R, T, V)
-        self.best.copy_((logits + self.buffers.logit_bias).argmax(dim=-1))
+    def step(self, buffers: StaticBuffers) -> None:
+        logits = self.decoder.logits(self.decoder.read(buffers, self.tokens))  # (R, T, V)
+        self.best.copy_((logits + buffers.logit_bias).argmax(dim=-1))
 
 
 Numbers = dict[str, torch.Tensor]  # by the name of an option its value, () float64
@@ -217,20 +220,23 @@ def probabilities(
     return odds
 
 
-def draw(odds: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def draw(odds: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw as `decoding.sampling.draw`: (R, V) odds and (R, 1) numbers from 0 to below 1 -> (R, 1) int64.
 
-    >>> draw(torch.tensor([[0, 0.5, 0, 0.5], [3, 0, 0, 1]]), torch.tensor([[0.0], [0.8]])).tolist()
+    Beside them each row's sum of odds, (R, 1): where it is not finite, or 0, nothing was drawn.
+
+    >>> draw(torch.tensor([[0, 0.5, 0, 0.5], [3, 0, 0, 1]]), torch.tensor([[0.0], [0.8]]))[0].tolist()
     [[1], [3]]
     """
     # Sums that a GPU adds up in parallel may fall by the last bit: where there are no odds they do not count.
     sums = odds.cumsum(dim=-1).masked_fill(odds <= 0, 0)
     total = sums.amax(dim=-1, keepdim=True)
     wanted = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return (sums > wanted).byte().argmax(dim=-1, keepdim=True)  # the first of them
+    return (sums > wanted).byte().argmax(dim=-1, keepdim=True), total  # the first of them
 
 
 AnyLoop = TypeVar("AnyLoop", bound=Loop)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _loop(
@@ -244,10 +250,10 @@ def _loop(
     buffers.loops[key] = loop  # the last one used stands last
     while len(buffers.loops) > MAX_LOOPS:
         del buffers.loops[next(iter(buffers.loops))]
-    if backend.graphs and loop.graph is None:
-        loop.capture()
-        backend.captured += 1
     buffers.begin_run(suppressed)
+    if backend.graphs and loop.graph is None:
+        backend._made(partial(loop.capture, buffers))
+        backend.captured += 1
     return loop
 
 
@@ -264,7 +270,25 @@ def _start(
     return loop
 
 
-@torch.inference_mode()
+def keeps_state(method: Method) -> Method:
+    """Run a method in inference mode; where it fails midway, the rows and the token to read are as before."""
+
+    @wraps(method)
+    @torch.inference_mode()
+    def run(backend: TorchStatic, state: StaticState, *arguments: Any, **options: Any) -> Any:
+        rows, token = state.rows, state.buffers.token.clone()
+        try:
+            return method(backend, state, *arguments, **options)
+        except BaseException:
+            state.rows = rows
+            state.buffers.lengths.copy_(torch.as_tensor(rows.lengths.ravel()))
+            state.buffers.token.copy_(token)
+            raise
+
+    return run
+
+
+@keeps_state
 def step_tokens(
     backend: TorchStatic, state: StaticState, input_ids: np.ndarray, *, suppressed: SuppressedTokens = None
 ) -> np.ndarray:
@@ -274,29 +298,29 @@ def step_tokens(
         size = 1 << (count - 1).bit_length()  # few shapes are captured: powers of two
     loop = _loop(backend, state, size, suppressed, ("read", size), partial(ReadLoop, count=size))
     loop.tokens[:, :count] = backend._on_device(input_ids)
-    loop.run(1)
+    loop.run(state.buffers, 1)
     state.buffers.lengths.sub_(size - count)  # whatever was read behind them is masked, and written over later
     state.rows = state.rows.appended(count)
     return loop.best[:, :count].to("cpu", copy=True).numpy().reshape(input_ids.shape)
 
 
-@torch.inference_mode()
+@keeps_state
 def run_beams(
     backend: TorchStatic, state: StaticState, input_ids: np.ndarray, scores: np.ndarray, k: int, *,
     ends: tuple[int, ...], suppressed: SuppressedTokens = None, renormalized: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """Take up to ``k`` steps of beam search, as `decoding.backend.Backend` documents them."""
+    """Take up to ``k`` steps of beam search, as `Backend` documents them. After a failure begin with a new state."""
     count = min(k, LONGEST_RUN)
     make = partial(BeamLoop, ends=ends, renormalized=renormalized)
     loop = _start(backend, state, input_ids, count, suppressed, ("beams", ends, renormalized), make)
     loop.scores.copy_(torch.from_numpy(scores))
-    loop.run(count)
+    loop.run(state.buffers, count)
     state.rows = state.rows.appended(input_ids.shape[2] - 1 + count)
     best, beams, tokens = (held[:count].to("cpu", copy=True).numpy() for held in loop.candidates)
     return best, beams, tokens
 
 
-@torch.inference_mode()
+@keeps_state
 def run_samples(
     backend: TorchStatic, state: StaticState, input_ids: np.ndarray, uniform: np.ndarray, *, sampling: SamplingParams,
     suppressed: SuppressedTokens = None, history: np.ndarray | None = None,
@@ -315,9 +339,12 @@ def run_samples(
         loop.uniform[:count] = torch.from_numpy(uniform.reshape(rows, count).T.copy())
         if loop.seen is not None:
             loop.seen.zero_().scatter_(1, backend._on_device(history), True)
-        loop.run(count)
+        loop.run(state.buffers, count)
         if not loop.overflow.item():
             break
         state.buffers.lengths.copy_(torch.as_tensor(state.rows.lengths.ravel()))  # take these steps again
+    totals = loop.totals[:count].cpu()
+    if not ((totals > 0) & (totals < torch.inf)).all():
+        raise EngineError(NOT_FINITE)
     state.rows = state.rows.appended(input_ids.shape[2] - 1 + count)
     return loop.generated[:count].T.to("cpu", copy=True).numpy().reshape(*state.rows.shape, count)

@@ -251,6 +251,7 @@ class StaticT5:
     def fill(self, buffers: StaticBuffers, cross_kv: KVCache, mask: torch.Tensor) -> None:
         """Start on new sources: ``cross_kv`` for (B, S') and ``mask`` (B, S') with S' <= S; the rest is masked."""
         buffers.cross_kv.copy_(cross_kv)
+        buffers.self_kv.memory.zero_()  # a text before may have left NaN, which no mask hides
         buffers.source_bias.fill_(self.lowest)
         buffers.source_bias[..., : mask.shape[1]] = (1 - mask[:, None, None].to(buffers.source_bias)) * self.lowest
         buffers.lengths.zero_()

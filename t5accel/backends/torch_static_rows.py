@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static_buffers import KEPT_BYTES, StaticBuffers, capture_graph, made
+from t5accel.backends.torch_static_buffers import KEPT_BYTES, StaticBuffers, capture_graph
 
 if TYPE_CHECKING:
     from t5accel.backends.torch_static import StaticSource, TorchStatic
@@ -55,7 +55,7 @@ class RowBuffers:
 class TorchStaticRows:
     """The device's half of a running batch; `serve.device_batch.DeviceRunningBatch` is the host's.
 
-    The backend may serve other calls in between, on the same thread. ``shape`` is (R, S, W), zeros before the first
+    One thread uses it; the backend may serve other calls in between. ``shape`` is (R, S, W), zeros before the first
     `fit`.
 
     >>> from t5accel.models.load import load_model
@@ -98,7 +98,9 @@ class TorchStaticRows:
         Without memory for these everything stays as it was.
         """
         old = self._held
-        new = self._kept.pop(shape, None) or made(partial(self._new, shape), self._kept)
+        new = self._kept.pop(shape, None) or self.backend._made(partial(self._new, shape), self._kept)
+        new.buffers.cross_kv.memory.zero_()  # what was there before: a mask hides any number, but not NaN
+        new.buffers.self_kv.memory.zero_()
         if old is not None and len(kept):
             index = torch.as_tensor(kept, device=self.device)
             new.buffers.cross_kv.gather_(old.buffers.cross_kv, index)
@@ -170,7 +172,9 @@ class TorchStaticRows:
     @torch.inference_mode()
     def add_sources(self, where: np.ndarray, encoded: EncodedRows) -> None:
         """Start the newcomers in the rows ``where`` (m,) int64, whose content is overwritten."""
-        buffers = self._held.buffers
+        buffers, newcomers = self._held.buffers, torch.as_tensor(where.copy(), device=self.device)
+        for held in (*buffers.cross_kv.stacked(), *buffers.self_kv.stacked()):
+            held.index_fill_(1, newcomers, 0)
         for number, source in enumerate(encoded.calls):
             chosen = encoded.at == number
             into, rows = (torch.as_tensor(one[chosen], device=self.device) for one in (where, encoded.rows))

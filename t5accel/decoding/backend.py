@@ -19,6 +19,7 @@ Source = Any  # what `encode` returns; opaque to the algorithms
 State = Any  # the decoder's state, opaque too; methods that take one change it in place
 VOCABULARY = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")  # attributes of every backend
 SuppressedTokens = int | tuple[int, ...] | None  # one or several tokens that must not be chosen
+NOT_FINITE = "A model's logits must be finite, got NaN or infinity. Run it in fp32 or bf16."
 
 
 @runtime_checkable
@@ -118,7 +119,7 @@ class OptionalBackend(Backend, Protocol):
         """Return a value that changes when the encoder's weights do."""
 
 
-def check_backend(backend: Any, methods: Iterable[str] = ()) -> None:
+def check_backend(backend: Any, methods: Iterable[str] = (), name: str = "backend") -> None:
     """Raise ``InputError`` for a missing method or an invalid special token.
 
     ``methods`` are required besides ``encode``, ``new_state`` and ``step``.
@@ -126,12 +127,12 @@ def check_backend(backend: Any, methods: Iterable[str] = ()) -> None:
     missing = [name for name in (*VOCABULARY, "encode", "new_state", "step", *methods) if not hasattr(backend, name)]
     if missing:
         raise InputError(
-            f"backend must be a Backend, got {type(backend).__name__}, which lacks {', '.join(missing)}. Wrap a model: "
+            f"{name} must be a Backend, got {type(backend).__name__}, which lacks {', '.join(missing)}. Wrap a model: "
             "TorchEager(model)."
         )
-    for name in VOCABULARY[1:]:
-        if as_count(getattr(backend, name), name, at_least=0) >= backend.vocab_size:
-            raise InputError(f"{name} must be below {backend.vocab_size}, got {getattr(backend, name)}.")
+    for token in VOCABULARY[1:]:
+        if as_count(getattr(backend, token), token, at_least=0) >= backend.vocab_size:
+            raise InputError(f"{token} must be below {backend.vocab_size}, got {getattr(backend, token)}.")
 
 
 @dataclass(frozen=True)

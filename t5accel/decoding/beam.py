@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t5accel.checks import as_count, is_number
-from t5accel.decoding.backend import Backend, Generated, State, SuppressedTokens, shrunk
+from t5accel.decoding.backend import NOT_FINITE, Backend, Generated, State, SuppressedTokens, shrunk
 from t5accel.decoding.request import GenerationInputs
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, is_eos
-from t5accel.errors import InputError
+from t5accel.errors import EngineError, InputError
 
 DEFAULT_BEAMS = 4
 # Steps of `run_beams` and `run_samples` between two checks for ended sources: first few, for short answers, then twice
@@ -123,9 +123,9 @@ def beam_search(
     """Search for the likeliest answers with K beams for each source.
 
     Sequences and scores are those of transformers 4.57 and 5.x, except that an answer is padded with the pad id after
-    its end, where transformers repeats the end token if the pad id is 0. Between exactly equal scores the choice is
-    free. Arguments that are not listed here are those of `greedy`. Raises ``InputError`` as it does, and for an option
-    of the search that is out of range.
+    its end, where transformers repeats the end token if the pad id is 0, and that no score is too low: below -1e9
+    transformers answers nothing. Between exactly equal scores the choice is free. Arguments that are not listed here
+    are those of `greedy`. Raises ``InputError`` as it does, for an option out of range, and if no answer has a score.
 
     Args:
         num_beams: K, less than the vocabulary. By default the model's, or 4 if it names none.
@@ -158,16 +158,15 @@ def beam_search(
     )  # fmt: skip
     if num_beams is None:
         num_beams = request.rules.num_beams if request.rules.num_beams > 1 else DEFAULT_BEAMS
-    batch, beams = len(request.ids), as_count(num_beams, "num_beams", at_least=1)
-    returned = as_count(num_return_sequences, "num_return_sequences", at_least=1)
-    if returned > beams:
-        raise InputError(f"num_return_sequences must be at most num_beams, {beams}, got {returned}.")
     search = BeamState(
-        batch, beams, vocab_size=backend.vocab_size, eos_token_id=backend.eos_token_id,
+        len(request.ids), num_beams, vocab_size=backend.vocab_size, eos_token_id=backend.eos_token_id,
         max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens, length_penalty=length_penalty,
         early_stopping=early_stopping, rules=request.rules, has_prefix=request.prefix.shape[1] > 1,
     )  # fmt: skip
-    state = backend.new_state(backend.encode(request.ids, request.mask), rows_per_source=beams)
+    returned = as_count(num_return_sequences, "num_return_sequences", at_least=1)
+    if returned > num_beams:
+        raise InputError(f"num_return_sequences must be at most num_beams, {num_beams}, got {returned}.")
+    state = backend.new_state(backend.encode(request.ids, request.mask), rows_per_source=int(num_beams))
     search.run(backend, state, request.prefix)
     new, scores = search.best(returned, pad_token_id=backend.pad_token_id)  # (B * N, L)
     given = np.repeat(request.prefix[:, 1:], returned, axis=0)
@@ -305,9 +304,7 @@ class BeamState:
         beams, nodes, active = len(self._order), self._nodes, self._active
         parents = nodes + rows  # (n, m)
         self.length += 1
-        ends = is_eos(tokens, self._ends)
-        if self.length == self._longest:
-            ends[:] = True
+        ends = is_eos(tokens, self._ends) | (self.length == self._longest)
         if ends.any():
             done = ends[:, :beams] & self._finished.is_open[active, None]  # (n, K)
             if done.any():
@@ -316,7 +313,7 @@ class BeamState:
                 self._finished.add(active, found, leaves + np.arange(found.size).reshape(found.shape), self.length)
             going_on = np.argsort(ends, axis=1, kind="stable")
             scores, rows, tokens, parents = (take_rows(array, going_on) for array in (scores, rows, tokens, parents))
-        if self.length == self._longest:
+        if ends.all():  # by a forced end token before the longest length, too
             return None
         scores, rows, tokens = scores[:, :beams], rows[:, :beams], tokens[:, :beams]  # (n, K)
         first_rows = np.arange(0, tokens.size, tokens.shape[1])[:, None]
@@ -338,8 +335,10 @@ class BeamState:
 
     def best(self, count: int, *, pad_token_id: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each source's ``count`` best answers (B * n, L), and their scores (B * n,)."""
-        nodes = self._finished.nodes[:, :count].ravel()
-        return self._tree.sequences(nodes, pad_token_id=pad_token_id), self._finished.scores[:, :count].ravel()
+        nodes = self._finished.nodes[:, :count]
+        if (nodes[:, 0] == START).any():
+            raise EngineError(NOT_FINITE)
+        return self._tree.sequences(nodes.ravel(), pad_token_id=pad_token_id), self._finished.scores[:, :count].ravel()
 
 
 def _length_penalty(value: Any, longest: int) -> float:
@@ -411,8 +410,9 @@ class BeamTopK:
         values += shift.take(flat_row)[:, :, None]
         if vocab_size % self._width:  # past the end of its row a shorter column was read from the next one
             values[tokens >= vocab_size] = -np.inf
-        for token in never:
-            values[tokens == token] = -np.inf
+            tokens = np.minimum(tokens, vocab_size - 1)  # where nothing better is left, a beam reads a real token
+        if never:
+            values[np.isin(tokens, never)] = -np.inf
         values = values.reshape(batch, -1)
         best = np.argsort(values, axis=1)[:, : -1 - min(count, rows * vocab_size) : -1]
         best = best + np.arange(0, values.size, values.shape[1])[:, None]

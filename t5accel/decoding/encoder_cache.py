@@ -18,7 +18,7 @@ from t5accel.decoding.backend import VOCABULARY, Backend, Source, State
 from t5accel.errors import InputError
 
 _NEEDED = ("encode", "split", "join", "source_bytes", "fingerprint", *VOCABULARY)
-_HOLE = -1  # for a masked position between two tokens; no token has this id
+_HOLE = -1  # for a masked position between two tokens; no token has a negative id
 
 
 def row_keys(input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bytes]:
@@ -71,7 +71,7 @@ class EncoderCache:
         self._lock = threading.Lock()  # guards all of the above, and is not held while the backend encodes
 
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Source:
-        keys = row_keys(input_ids, attention_mask)
+        keys = self._keys(input_ids, attention_mask)
         if not self.max_bytes and len({*keys}) == len(keys):
             source = self.backend.encode(input_ids, attention_mask)
             with self._lock:
@@ -102,7 +102,7 @@ class EncoderCache:
     def holds(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bool]:
         """Return for each row whether it is cached; does not count as a use."""
         with self._lock:
-            return [key in self._rows for key in row_keys(input_ids, attention_mask)]
+            return [key in self._rows for key in self._keys(input_ids, attention_mask)]
 
     def clear(self) -> None:
         """Drop all rows, also those that are being encoded; ``hits`` and ``misses`` continue."""
@@ -129,13 +129,20 @@ class EncoderCache:
             raise AttributeError(name)
         return getattr(self.backend, name)
 
+    def _keys(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[bytes]:
+        # Absolute positions count columns, or (M2M100) tokens that are not the pad id: all before a row's last token.
+        if hasattr(self.backend, "positions"):
+            input_ids = np.where(attention_mask, input_ids, -1 - input_ids)
+            attention_mask = np.maximum.accumulate(attention_mask[:, ::-1], axis=1)[:, ::-1]
+        return row_keys(input_ids, attention_mask)
+
     def _encode_rows(self, keys: Sequence[bytes]) -> list[Source]:
         rows = [np.frombuffer(key, dtype=np.int64) for key in keys]
-        marked = np.full((len(rows), max(map(len, rows))), _HOLE, dtype=np.int64)
+        marked = np.full((len(rows), max(map(len, rows))), -1 - self.pad_token_id, dtype=np.int64)
         for target, row in zip(marked, rows, strict=True):
             target[: len(row)] = row
-        mask = (marked != _HOLE).astype(np.int64)
-        return self.backend.split(self.backend.encode(np.where(mask, marked, self.pad_token_id), mask))
+        mask = (marked >= 0).astype(np.int64)
+        return self.backend.split(self.backend.encode(np.where(mask, marked, -1 - marked), mask))
 
     def _keep_row(self, key: bytes, row: Source) -> None:
         if key in self._rows:

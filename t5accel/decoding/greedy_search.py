@@ -31,10 +31,10 @@ def greedy(
 
     Args:
         input_ids: (B, S) integers, numpy, torch or lists.
-        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id.
+        attention_mask: (B, S), by default 1 where ``input_ids`` is not the pad id, and everywhere if that ends answers.
         max_new_tokens: each row ends with an end token or after this many.
         min_new_tokens: no end token before this many; by default the model's minimum.
-        decoder_input_ids: (B, T) prefix, with or without the start token; part of the result, but not counted as new.
+        decoder_input_ids: (B, T) prefix, all with or all without the start token; part of the result, but not new.
         forced_bos_token_id: the first new token unless a prefix is given, such as NLLB's target language. By default
             the model's; its other token constraints always hold.
         decoder_start_token_id: the decoder's first input, such as mBART-25's target language. By default the model's.

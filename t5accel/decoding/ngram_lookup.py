@@ -39,12 +39,12 @@ def prompt_lookup(
 ) -> StepStream:
     """Greedy search with drafts copied from the source and from the output so far.
 
-    The last tokens of a row, the longest n-gram first, are searched in its source, prefix and output; the tokens after
-    their last occurrence are the draft. The result is that of `greedy` up to rounding: a call that reads several tokens
-    rounds differently from one that reads a single token, so nearly equal logits may change places. Precisions that
-    round activations are not lossless either: "int8-dynamic" rounds a whole call together, and for "int8" and "int4"
-    ONNX Runtime has another kernel for a single token, unless their ``accuracy_level`` is 1. Their answers are as good,
-    and mostly the same. Arguments that are not listed here are those of `greedy`.
+    The last tokens of a row, the longest n-gram first, are searched in its source (unless that has a vocabulary of its
+    own), prefix and output; the tokens after their last occurrence are the draft. The result is that of `greedy` up to
+    rounding: a call that reads several tokens rounds differently from one that reads a single token, so nearly equal
+    logits may change places. Precisions that round activations are not lossless either: "int8-dynamic" rounds a whole
+    call together, and for "int8" and "int4" ONNX Runtime has another kernel for a single token, unless their
+    ``accuracy_level`` is 1. Their answers are as good, and mostly the same. Arguments not listed are those of `greedy`.
 
     Args:
         max_ngram: the longest n-gram to search, at most 16.
@@ -82,7 +82,8 @@ def prompt_lookup(
         decoder_start_token_id=decoder_start_token_id,
         methods=("rollback", "select_sources"),
     )
-    drafter = NgramDrafter(request, longest, most)
+    is_shared = getattr(backend, "source_vocab_size", backend.vocab_size) == backend.vocab_size
+    drafter = NgramDrafter(request, longest, most, copies_source=is_shared)
     steps = verify_drafts(backend, request, drafter, GreedyVerifier(backend, request.rules))
     return StepStream(request.prefix[:, 1:], backend.pad_token_id, steps)
 
@@ -95,8 +96,10 @@ class NgramDrafter:
     the same batch always gets the same drafts.
     """
 
-    def __init__(self, request: GenerationInputs, max_ngram: int, max_draft: int):
-        sources = [ids[mask == 1].tolist() for ids, mask in zip(request.ids, request.mask, strict=True)]
+    def __init__(self, request: GenerationInputs, max_ngram: int, max_draft: int, *, copies_source: bool = True):
+        # Ids of another vocabulary mean something else, and the decoder may have no entry for them.
+        mask = (request.mask == 1) & copies_source
+        sources = [ids[real].tolist() for ids, real in zip(request.ids, mask, strict=True)]
         self._texts = [
             NgramIndex([*source, *prefix], max_ngram)
             for source, prefix in zip(sources, request.prefix.tolist(), strict=True)

@@ -55,12 +55,15 @@ class GenerationInputs:
 
         With ``drafts_only`` this model's unsupported constraints do not matter: another model verifies its tokens.
         """
-        check_backend(backend, methods)
+        check_backend(backend, methods, "draft" if drafts_only else "backend")
         rules = getattr(backend, "rules", NO_CONSTRAINTS)
         if not drafts_only:
             rules.require_supported()
+        eos_token_ids = rules.eos_tokens(backend.eos_token_id)
+        # As in transformers, a pad id that ends sequences, too, hides no token.
+        pad = -1 if backend.pad_token_id in eos_token_ids else backend.pad_token_id
         source_vocabulary = getattr(backend, "source_vocab_size", backend.vocab_size)
-        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=backend.pad_token_id, vocab_size=source_vocabulary)
+        ids, mask = as_batch(input_ids, attention_mask, pad_token_id=pad, vocab_size=source_vocabulary)
         longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         if min_new_tokens is not None and as_count(min_new_tokens, "min_new_tokens", at_least=0) > longest:
             raise InputError(f"min_new_tokens must be at most max_new_tokens, {longest}, got {min_new_tokens}.")
@@ -70,7 +73,6 @@ class GenerationInputs:
             if start >= backend.vocab_size:
                 raise InputError(f"decoder_start_token_id must be below {backend.vocab_size}, got {start}.")
         prefix = _prefix(backend, decoder_input_ids, len(ids), start)
-        eos_token_ids = rules.eos_tokens(backend.eos_token_id)
         shortest = rules.min_new(min_new_tokens, longest=longest, prefix=prefix.shape[1])
         check_positions(backend, prefix.shape[1] + longest - 1)
         if forced_bos_token_id is not None:
@@ -112,8 +114,10 @@ def _prefix(backend: Backend, decoder_input_ids: Any, batch: int, start_token: i
             f"decoder_input_ids must have one non-empty row for each of {batch} sources, got shape {given.shape}."
         )
     check_vocabulary(given, backend.vocab_size, "decoder_input_ids")
-    has_start = (given[:, 0] == start_token).all()
-    return np.array(given, order="C") if has_start else np.concatenate([start, given], axis=1)
+    has_start = given[:, 0] == start_token
+    if has_start.any() and not has_start.all():
+        raise InputError(f"decoder_input_ids must begin with the start token, {start_token}, in all rows or in none.")
+    return np.array(given, order="C") if has_start.all() else np.concatenate([start, given], axis=1)
 
 
 class Step(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from t5accel.checks import as_count, is_number
-from t5accel.decoding.backend import Backend, State, shrunk
+from t5accel.decoding.backend import NOT_FINITE, Backend, State, shrunk
 from t5accel.decoding.beam import FIRST_RUN, LONGEST_RUN
 from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
 from t5accel.decoding.token_constraints import is_eos
-from t5accel.errors import InputError
+from t5accel.errors import EngineError, InputError
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         as_count(self.top_k, "top_k", at_least=0)
         for name in ("temperature", "repetition_penalty"):
-            if not 0 < _number(self, name) < math.inf:
+            if not 1e-30 <= _number(self, name) <= 1e30:
                 raise InputError(
-                    f"{name} must be a number above 0, got {getattr(self, name)!r}. For the likeliest token at every "
-                    "step use greedy()."
+                    f"{name} must be a number above 0, from 1e-30 to 1e30, got {getattr(self, name)!r:.80}. For the "
+                    "likeliest token at every step use greedy()."
                 )
         if not 0 < _number(self, "top_p") <= 1:
             raise InputError(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}.")
@@ -60,8 +60,9 @@ def probabilities(
     The numbers are those of transformers' ``LogitsProcessor`` classes, but in float64: a token at the very edge of
     ``top_p`` or ``min_p``, within float32's rounding, may fall on the other side.
 
-    ``logits`` (…, V) are not changed. ``history`` (…, L) has the tokens of each row so far, with the start token as in
-    transformers, 0 in ``history_mask`` marks padding; ``repetition_penalty`` alone needs it.
+    ``logits`` (…, V) are not changed; ``EngineError`` if a row's maximum is not finite. ``history`` (…, L) has the
+    tokens of each row so far, with the start token as in transformers, 0 in ``history_mask`` marks padding;
+    ``repetition_penalty`` alone needs it.
     """
     scores = np.array(logits, dtype=np.float64)
     vocab_size = scores.shape[-1]
@@ -69,7 +70,10 @@ def probabilities(
         seen = _seen(history, history_mask, scores.shape)
         penalised = np.where(scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty)
         np.copyto(scores, penalised, where=seen)
-    scores -= scores.max(axis=-1, keepdims=True)  # before the division, which might overflow
+    highest = scores.max(axis=-1, keepdims=True)
+    if not np.isfinite(highest).all():
+        raise EngineError(NOT_FINITE)
+    scores -= highest  # before the division, which might overflow
     scores /= sampling.temperature
     if 0 < sampling.top_k < vocab_size:
         last = vocab_size - sampling.top_k
@@ -112,9 +116,9 @@ def _seen(tokens: np.ndarray, mask: np.ndarray | None, shape: tuple[int, ...]) -
 
 def _keep_nucleus(odds: np.ndarray, top_p: float) -> None:
     """Zero the smallest of (V,) probabilities that sum to at most 1 - top_p; the largest stays."""
-    # Only tokens above (1 - top_p) / V are sorted: all others together have less than 1 - top_p.
+    # Only tokens from (1 - top_p) / V on are sorted: all others together have less than 1 - top_p.
     leaving = 1 - top_p
-    near = np.flatnonzero(odds > leaving / len(odds))
+    near = np.flatnonzero(odds >= leaving / len(odds))
     rising = near[np.argsort(odds[near], kind="stable")]
     values = odds[rising]
     stays = (1 - values.sum()) + values.cumsum() > leaving
@@ -180,8 +184,7 @@ def sample(
     )  # fmt: skip
     draws = generators(seed, len(request.ids), rows_per_source)
     given = np.repeat(request.prefix, rows_per_source, axis=0)
-    steps = run_steps if hasattr(backend, "run_samples") else _steps
-    return StepStream(given[:, 1:], backend.pad_token_id, steps(backend, request, given, sampling, draws))
+    return StepStream(given[:, 1:], backend.pad_token_id, run_steps(backend, request, given, sampling, draws))
 
 
 def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.random.Generator]:
@@ -199,7 +202,7 @@ def run_steps(
     draws: list[np.random.Generator],
     state: State | None = None,
 ) -> Iterator[Step]:
-    """Yield the steps of `sample` by ``run_samples``, which takes several at a time.
+    """Yield the steps of `sample`: several at a time by ``run_samples``, where the backend has it.
 
     ``given`` (B * K, T) is the prefix of each row; ``state`` is new, for a source that is encoded already.
     """
@@ -209,6 +212,7 @@ def run_steps(
     rows = np.arange(len(draws)).reshape(batch, per_source)  # the row of the result of each row in the state
     is_open, history = np.ones(len(draws), dtype=bool), given
     unread, length, at_once = given, 0, FIRST_RUN  # unread: (B * K, T), also of rows that left the state
+    on_device = hasattr(backend, "run_samples")
     while True:
         if (forced := request.forced_token(length)) is not None:
             found = np.full((len(draws), 1), forced)
@@ -219,13 +223,21 @@ def run_steps(
             count = request.rules.steps_until_change(
                 length, shortest=request.min_new_tokens, longest=request.max_new_tokens
             )
-            uniform = np.array([draws[row].random(min(count, at_once)) for row in rows.ravel()])
-            new = backend.run_samples(
-                state, unread[rows], uniform.reshape(*rows.shape, -1), sampling=sampling,
-                suppressed=request.suppressed(length), history=history[rows],
-            )  # (n, K, count) # fmt: skip
-            found = np.full((len(draws), new.shape[2]), backend.pad_token_id, dtype=np.int64)
-            found[rows] = new
+            count = min(count, at_once) if on_device else 1
+            uniform = np.array([draws[row].random(count) for row in rows.ravel()]).reshape(*rows.shape, count)
+            found = np.full((len(draws), count), backend.pad_token_id, dtype=np.int64)
+            suppressed = request.suppressed(length)
+            if on_device:
+                found[rows] = backend.run_samples(
+                    state, unread[rows], uniform, sampling=sampling, suppressed=suppressed, history=history[rows]
+                )
+            else:
+                places = is_open[rows]  # (n, K)
+                logits = backend.step(state, unread[rows])[:, :, -1][places]
+                if suppressed is not None:
+                    logits[:, suppressed] = -np.inf
+                odds = probabilities(logits, history[rows][places], sampling)
+                found[rows[places], 0] = draw(odds, uniform[places, 0])
             unread, at_once = found[:, -1:], min(2 * at_once, LONGEST_RUN)
         history = np.concatenate([history, found], axis=1)
         for tokens in found.T:
@@ -235,48 +247,9 @@ def run_steps(
             is_open[going[is_eos(tokens[going], request.eos_token_ids)]] = False
             if not is_open.any() or length == request.max_new_tokens:
                 return
-        if (kept := shrunk(np.flatnonzero(is_open[rows].any(axis=1)), len(rows))) is not None:
+        kept = np.flatnonzero(is_open[rows].any(axis=1))
+        if on_device:
+            kept = shrunk(kept, len(rows))
+        if kept is not None and 2 * len(kept) <= len(rows):
             backend.select_sources(state, kept)
             rows = rows[kept]
-
-
-def _steps(
-    backend: Backend,
-    request: GenerationInputs,
-    given: np.ndarray,
-    sampling: SamplingParams,
-    draws: list[np.random.Generator],
-) -> Iterator[Step]:
-    pad, batch, per_source = backend.pad_token_id, len(request.ids), len(draws) // len(request.ids)
-    state = backend.new_state(backend.encode(request.ids, request.mask), rows_per_source=per_source)
-    rows = np.arange(len(draws)).reshape(batch, per_source)  # the row of the result of each row in the state
-    is_open = np.ones(len(draws), dtype=bool)
-    history = given if sampling.repetition_penalty != 1 else None
-    step_input, length = given.reshape(batch, per_source, -1), 0
-    while True:
-        places = np.flatnonzero(is_open[rows])
-        going = rows.ravel()[places]
-        logits = backend.step(state, step_input)[:, :, -1].reshape(rows.size, -1)[places]
-        if (suppressed := request.suppressed(length)) is not None:
-            logits[:, suppressed] = -np.inf
-        odds = probabilities(logits, None if history is None else history[going], sampling)
-        tokens = draw(odds, np.array([draws[row].random() for row in going]))
-        if (forced := request.forced_token(length)) is not None:
-            tokens = np.full_like(tokens, forced)
-        yield Step(going, tokens)
-        length += 1
-        is_open[going[is_eos(tokens, request.eos_token_ids)]] = False
-        left = is_open[rows].any(axis=1)
-        if not left.any() or length == request.max_new_tokens:
-            return
-        new = np.full(rows.size, pad, dtype=np.int64)
-        new[places] = tokens
-        if history is not None:
-            column = np.full((len(draws), 1), pad, dtype=np.int64)
-            column[rows.ravel(), 0] = new
-            history = np.concatenate([history, column], axis=1)
-        step_input = new.reshape(*rows.shape, 1)
-        if 2 * left.sum() <= len(rows):
-            kept = np.flatnonzero(left)
-            backend.select_sources(state, kept)
-            rows, step_input = rows[kept], step_input[kept]

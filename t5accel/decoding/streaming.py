@@ -68,7 +68,9 @@ def stream(
 def stream_text(
     tokenizer: Any, chunks: Iterable[list[np.ndarray]], *, skip_special_tokens: bool = True, ends: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Yield the text of a one-row `stream` in final, non-empty pieces.
+    """Yield the text of a one-row `stream` in final, non-empty pieces, which end before a space.
+
+    A text without spaces, as in Chinese, Japanese or Thai, is one piece.
 
     Args:
         tokenizer: with transformers' ``batch_decode``, such as `TokenizerFile`.

@@ -222,7 +222,8 @@ def _first_given(name: str, *configs: Any) -> Any:
 def special_tokens(model: Any) -> dict[str, int]:
     """Find the ids of padding, end and start, as transformers' ``generate()`` finds them.
 
-    Raises ``InputError`` if the configurations name no end or no start.
+    But of two different pad ids the configuration's, by which sources are padded, is taken. Raises ``InputError`` if
+    the configurations name no end or no start.
     """
     config, generation = model.config, getattr(model, "generation_config", None)
     ends = _ends(model)

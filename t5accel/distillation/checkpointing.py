@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,32 +17,43 @@ from typing import Any
 import torch
 
 from t5accel import machine
-from t5accel.distillation.batches import Encode, Mixture, TaskBatch, steps_from
+from t5accel.distillation.batches import Encode, Mixture, TaskBatch, draw_block, steps_from
 from t5accel.distillation.optimizer import optimizer_step
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.atomic_write import flush, reason
 
 SAVE_SHARE = 0.05  # most of a run's time that goes into checkpoints due to save_seconds
+_OTHERS = {"weights": "another model or teacher", "batches": "other texts, or batches of another size"}
+
+
+def weights_digest(models: Iterable[torch.nn.Module]) -> str:
+    """The sha256 of the models' weights and their names."""
+    digest = hashlib.sha256()
+    for model in models:
+        for name, weight in model.state_dict().items():
+            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+            digest.update(weight.detach().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 class Checkpoint:
-    """``checkpoint.pt``: states of model and optimizers, step and configuration.
+    """``checkpoint.pt``: states of model and optimizers, step, mean loss, configuration, and digests by `_OTHERS`."""
 
-    ``stable.pt`` keeps the state before the learning rate decays, for `extend_run`.
-    """
-
-    def __init__(self, folder: Path, config: Any, model: torch.nn.Module, optimizers: list[Any]):
+    def __init__(
+        self, folder: Path, config: Any, model: torch.nn.Module, optimizers: list[Any], made_from: Mapping[str, str]
+    ):
         self.file = folder / "checkpoint.pt"
-        self.stable = folder / "stable.pt"
-        self.config = asdict(config)
+        self.config, self.made_from = asdict(config), dict(made_from)
         self.model = model
         self.optimizers = optimizers
+        self.mean: float | None = None
 
     def save(self, path: Path, step: int) -> None:
         """Write atomically: a kill, a power cut or a full disk leaves the old file or the new one."""
         partial = path.with_suffix(".partial")
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": step, "config": self.config}
+        state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": step, "config": self.config,
+                 "made_from": self.made_from, "mean": self.mean}  # fmt: skip
         try:
             with partial.open("wb") as file:  # given a path, torch.save hides the system's error
                 torch.save(state, file)
@@ -57,23 +70,34 @@ class Checkpoint:
                 "goes on from there."
             ) from error
 
-    def resume(self, device: str) -> int:
-        """Load the last state and return its step, 0 without one; remove half-written files."""
-        for path in (self.file, self.stable):
-            path.with_suffix(".partial").unlink(missing_ok=True)
-        if not self.file.is_file():
+    def resume(self, device: str, file: Path) -> int:
+        """Load the state of ``file``, which becomes the last, and return its step, 0 without one."""
+        for name in ("checkpoint.partial", "stable.partial"):  # half-written
+            file.with_name(name).unlink(missing_ok=True)
+        if not file.is_file():
             return 0
         try:
-            state = torch.load(self.file, map_location=device, weights_only=True)
-            made_with = dict(state["config"])
+            state = torch.load(file, map_location=device, weights_only=True)
+            self._require_same_run(file, dict(state["config"]), state.get("made_from", {}), state["step"])
+            self.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+        except InputError:
+            raise
         except Exception as error:  # whatever torch and zipfile make of a broken file
-            raise InputError(f"{self.file} cannot be read. Delete it to begin anew, or use another folder.") from error
-        if {**made_with, "steps": 0} != {**self.config, "steps": 0}:
-            raise InputError(f"{self.file} was made with {made_with}, not {self.config}. Use another folder.")
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            raise InputError(f"{file} cannot be read. Delete it to begin anew, or use another folder.") from error
+        os.replace(file, self.file)
+        self.mean = state.get("mean")
         return state["step"]
+
+    def _require_same_run(self, file: Path, config: dict[str, Any], made_from: Mapping[str, str], step: int) -> None:
+        if {**config, "steps": 0} != {**self.config, "steps": 0}:
+            raise InputError(f"{file} was made with {config}, not {self.config}. Use another folder.")
+        for what, digest in self.made_from.items():
+            if made_from.get(what, digest) != digest:  # an older file has none
+                raise InputError(f"{file} was made with {_OTHERS[what]}. Use another folder.")
+        if step > self.config["steps"]:
+            raise InputError(f"steps must be at least the {step} of {file}, got {self.config['steps']}.")
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
@@ -97,11 +121,12 @@ def _log(file: Path, row: dict[str, Any]) -> None:
         ) from error
 
 
-def extend_run(folder: Path) -> None:
-    """Restore the state before the learning rate decayed, so that a longer run can continue from there."""
-    if not (folder / "stable.pt").is_file():
-        raise InputError(f"No {folder / 'stable.pt'}: this run has not reached its decay. Give it more steps.")
-    os.replace(folder / "stable.pt", folder / "checkpoint.pt")
+def _drop_rows_after(step: int, file: Path) -> None:
+    """Drop the log's rows of steps that are taken again."""
+    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
+    kept = [line for line in lines if not (found := re.match(rb'{"step": (\d+)', line)) or int(found[1]) <= step]
+    if kept != lines:
+        file.write_bytes(b"".join(kept))
 
 
 def run_training(
@@ -117,6 +142,9 @@ def run_training(
     before_step: Callable[[int], None] | None = None,
     after_step: Callable[[], None] | None = None,
     state: torch.nn.Module | None = None,
+    made_from: Iterable[torch.nn.Module] = (),
+    stable: Path | None = None,
+    goes_back: bool = False,
     device: str = "cpu",
     validate_every: int = 250,
     save_every: int = 250,
@@ -127,17 +155,20 @@ def run_training(
 
     ``config`` is a frozen dataclass with ``steps``, which alone may grow when a run is resumed, ``seed`` and
     ``factor(step)`` of the learning rates. ``loss_of`` is that of `optimizer_step`. ``state``, by default the model, is
-    what checkpoints hold besides the optimizers. ``folder`` gets ``checkpoint.pt``, ``stable.pt`` and ``log.jsonl``, to
-    which ``validate()`` adds losses by task. Slow steps are saved every ``save_seconds``, or less often where saving is
-    slow. Raises ``InputError`` for a damaged checkpoint or one of another configuration, ``JobError`` on a full disk,
-    which leaves the last checkpoint.
+    what checkpoints hold besides the optimizers. ``folder`` gets ``checkpoint.pt`` and ``log.jsonl``, to which
+    ``validate()`` adds losses by task. ``stable`` is a file for the state before the learning rate decays, to which the
+    run may go back. Slow steps are saved every ``save_seconds``, or less often where saving is slow. Raises
+    ``InputError`` for a damaged checkpoint or one of another configuration, of more steps, of models other than
+    ``made_from`` or of other batches, ``JobError`` on a full disk, which leaves the last checkpoint.
     """
+    first = list(draw_block(mixture, encode, config.seed, 0))
+    digests = {"weights": weights_digest(made_from), "batches": hashlib.sha256(repr(first).encode()).hexdigest()}
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = Checkpoint(folder, config, model if state is None else state, optimizers)
-    step = checkpoint.resume(device)
+    checkpoint = Checkpoint(folder, config, model if state is None else state, optimizers, digests)
+    step = checkpoint.resume(device, stable if goes_back else checkpoint.file)
     if step:
         print(f"Going on after step {step}, from {checkpoint.file}.", file=sys.stderr)
-    mean = None
+    _drop_rows_after(step, folder / "log.jsonl")
     started = saved = time.perf_counter()
     saving = 0.0
     with machine.progress_bar(total=config.steps, initial=step, desc=label, unit="step", mininterval=5) as bar:
@@ -151,7 +182,7 @@ def run_training(
             loss = optimizer_step(model, optimizers, batches, weights, factor=config.factor(step), loss_of=loss_of)
             if after_step is not None:
                 after_step()
-            mean = loss if mean is None else 0.98 * mean + 0.02 * loss
+            checkpoint.mean = mean = loss if checkpoint.mean is None else 0.98 * checkpoint.mean + 0.02 * loss
             step += 1
             bar.update()
             bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
@@ -159,8 +190,8 @@ def run_training(
                 seconds = round(time.perf_counter() - started, 1)
                 row = {"step": step, "train_loss": round(mean, 4), **validate(), "seconds": seconds}
                 _log(folder / "log.jsonl", row)
-            if config.factor(step) < 1.0 <= config.factor(step - 1):
-                checkpoint.save(checkpoint.stable, step)
+            if stable is not None and config.factor(step) < 1.0 <= config.factor(step - 1):
+                checkpoint.save(stable, step)
             now = time.perf_counter()
             overdue = now - saved > max(save_seconds, saving / SAVE_SHARE)
             if overdue or step % save_every == 0 or step == config.steps:

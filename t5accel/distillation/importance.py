@@ -179,8 +179,3 @@ def _ranked(scores: Scores, share: float, multiple_of: int) -> Kept:
         best = values.argsort(descending=True, stable=True)[: min(count, len(values))]
         kept[name], start = tuple(sorted(best.tolist())), start + len(values)
     return kept
-
-
-def keep_all(scores: Mapping[str, torch.Tensor]) -> Kept:
-    """All heads and neurons, by module."""
-    return {name: tuple(range(len(values))) for name, values in scores.items()}

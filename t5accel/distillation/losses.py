@@ -56,21 +56,12 @@ OBJECTIVES = {
 }
 
 
-def as_objective(value: Any) -> Objective:
-    """Look up an objective by name; an `Objective` is returned unchanged.
-
-    >>> as_objective("logits").temperature
-    2.0
-    """
-    if isinstance(value, Objective):
-        return value
-    if not isinstance(value, str) or value not in OBJECTIVES:
-        raise InputError(f"loss must be one of {', '.join(OBJECTIVES)}, or an Objective, got {value!r}.")
-    return OBJECTIVES[value]
-
-
 def matched_layers(teacher_layers: int, student_layers: int) -> tuple[int, ...]:
-    """The teacher's layer that each student layer must match: the last of those it replaces ((1, 3) for 4 and 2)."""
+    """The teacher's layer that each student layer must match: the last of those it replaces.
+
+    >>> matched_layers(4, 2)
+    (1, 3)
+    """
     return tuple((layer + 1) * teacher_layers // student_layers - 1 for layer in range(student_layers))
 
 
@@ -80,8 +71,8 @@ def student_loss(
     """The summed loss of a batch and its number of labels; ``teacher`` must be in evaluation mode."""
     if objective.needs_teacher and teacher is None:
         raise InputError("teacher must be a model, got None. Give one, or an Objective of labels alone.")
-    device = next(student.parameters()).device
-    inputs, labels = model_inputs(batch, device)
+    inputs, labels = model_inputs(batch, student)
+    device = labels.device
     options = dict(use_cache=False, output_hidden_states=objective.hidden > 0)
     with torch.autocast(device.type, torch.bfloat16):
         output = student(**inputs, **options)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from t5accel.decoding.token_constraints import special_tokens
 from t5accel.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,46 +28,13 @@ def learning_rate_factor(step: int, steps: int, *, warmup_steps: int = 300, deca
     return max(0.0, min(1.0, (step + 1) / max(1, warmup_steps), (steps - step) / decay_steps))
 
 
-class PooledDropout(torch.nn.Module):
-    """Dropout with masks read at random offsets of a pool drawn once."""
-
-    # On a CPU torch draws dropout's random bits on one thread, which took up to half of a training step.
-    pools: dict[tuple[float, torch.device, torch.dtype, int], torch.Tensor] = {}
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.p == 0:
-            return x
-        # The pool's size and values follow from x and p alone, so that a resumed run draws the same masks.
-        size = max(1 << 24, 1 << (2 * x.numel()).bit_length())
-        key = (self.p, x.device, x.dtype, size)
-        pool = self.pools.get(key)
-        if pool is None:
-            drawn = torch.rand(size, device=x.device, generator=torch.Generator(x.device).manual_seed(0))
-            pool = self.pools[key] = ((drawn >= self.p) / (1 - self.p)).to(x.dtype)
-        start = int(torch.randint(pool.numel() - x.numel(), (1,)))
-        return x * pool[start : start + x.numel()].view(x.shape)
-
-
-def use_pooled_dropout(module: torch.nn.Module) -> None:
-    """Replace every ``nn.Dropout`` below ``module``, and switch the dropout of attention weights off."""
-    for name, child in module.named_children():
-        if isinstance(child, torch.nn.Dropout):
-            setattr(module, name, PooledDropout(child.p))
-        else:
-            use_pooled_dropout(child)
-    if type(module).__name__.endswith("T5Attention"):  # MT5's and UMT5's, too
-        module.dropout = 0.0
-
-
 def set_dropout(model: torch.nn.Module, p: float) -> None:
-    """Set the probability of every `PooledDropout` of the model."""
+    """Set the probability of every ``nn.Dropout`` of the model, and switch the dropout of attention weights off."""
     for module in model.modules():
-        if isinstance(module, PooledDropout):
+        if isinstance(module, torch.nn.Dropout):
             module.p = p
+        elif type(module).__name__.endswith("T5Attention"):  # MT5's and UMT5's, too
+            module.dropout = 0.0
 
 
 def new_optimizers(
@@ -106,11 +74,13 @@ def padded(rows: list[list[int]], value: int, device: torch.device | str = "cpu"
     return torch.tensor([row + [value] * (longest - len(row)) for row in rows], device=device)
 
 
-def model_inputs(batch: Batch, device: torch.device | str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Inputs of a T5 for a batch, and labels (B, T) padded with `IGNORED`."""
-    input_ids, labels = padded(batch[0], 0, device), padded(batch[1], IGNORED, device)
-    decoder_input_ids = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1].clamp(min=0)], dim=1)
-    mask = (input_ids != 0).long()
+def model_inputs(batch: Batch, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Inputs of a T5 for a batch, on its device, and labels (B, T) padded with `IGNORED`."""
+    tokens, device = special_tokens(model), next(model.parameters()).device
+    pad, start = tokens["pad_token_id"], tokens["decoder_start_token_id"]
+    input_ids, labels = padded(batch[0], pad, device), padded(batch[1], IGNORED, device)
+    mask = padded([[1] * len(row) for row in batch[0]], 0, device)
+    decoder_input_ids = padded([[start, *row] for row in batch[1]], pad, device)[:, :-1]
     return {"input_ids": input_ids, "attention_mask": mask, "decoder_input_ids": decoder_input_ids}, labels
 
 
@@ -122,9 +92,8 @@ def batch_loss(
     The decoder attends to a source from the first token ``hidden_until`` on; earlier positions are the encoder's alone.
     Raises ``InputError`` for a source without it.
     """
-    device = next(model.parameters()).device
-    inputs, labels = model_inputs(batch, device)
-    with torch.autocast(device.type, torch.bfloat16):
+    inputs, labels = model_inputs(batch, model)
+    with torch.autocast(labels.device.type, torch.bfloat16):
         if hidden_until is not None:
             ids, mask = inputs.pop("input_ids"), inputs["attention_mask"]
             shown = (ids == hidden_until).cumsum(1) > 0

@@ -24,7 +24,7 @@ from t5accel.distillation.importance import (
     select_kept,
     taylor,
 )
-from t5accel.distillation.losses import as_objective, student_loss
+from t5accel.distillation.losses import OBJECTIVES, student_loss
 from t5accel.distillation.student import DistillConfig, Validate, train_student
 from t5accel.errors import InputError
 from t5accel.models.pruned import layer_widths, prunable_modules, resize
@@ -100,6 +100,7 @@ class PruneConfig:
     training: DistillConfig = DistillConfig(learning_rate=1e-3, matrix_learning_rate=2.5e-3, encoder_share=0.4)
 
     def __post_init__(self) -> None:
+        select_kept({}, heads=self.heads, neurons=self.neurons, multiple_of=self.multiple_of)  # refuses bad numbers
         if self.importance not in IMPORTANCE_METHODS:
             raise InputError(f"importance must be one of {', '.join(IMPORTANCE_METHODS)}, got {self.importance!r}.")
         if not 0 <= self.rising <= 1 or min(self.every, self.examine) < 1:
@@ -146,7 +147,6 @@ def prune(
     require_device(device)
     require_t5(model.config, type(model).__name__)
     shares = dict(heads=config.heads, neurons=config.neurons)
-    select_kept(magnitude(model), **shares, multiple_of=config.multiple_of)  # refuses bad numbers
     mixture = as_mixture(examples, tokenizer)
     student = copy.deepcopy(model).to(device).eval()
     gates = Gates(student).to(device)
@@ -190,5 +190,5 @@ def _scores(
     batches = steps_from(mixture, lambda texts: tokenizer(texts)["input_ids"], config.seed, 0)
     few = [batch for _ in range(config.examine) for _, batch in next(batches)]
     shown = machine.progress_bar(few, desc="importance", unit="batch")
-    objective = as_objective("labels")
+    objective = OBJECTIVES["labels"]
     return normalize_scores(taylor(model, shown, lambda batch: student_loss(model, None, batch, objective)))

@@ -17,13 +17,8 @@ import torch
 from t5accel.checks import as_count
 from t5accel.distillation.batches import Mixture, Rows, as_mixture
 from t5accel.distillation.checkpointing import require_device, run_training
-from t5accel.distillation.losses import OBJECTIVES, as_objective, student_loss
-from t5accel.distillation.optimizer import (
-    learning_rate_factor,
-    new_optimizers,
-    set_dropout,
-    use_pooled_dropout,
-)
+from t5accel.distillation.losses import OBJECTIVES, student_loss
+from t5accel.distillation.optimizer import learning_rate_factor, new_optimizers, set_dropout
 from t5accel.errors import InputError
 from t5accel.models.sizes import T5Dims
 
@@ -134,11 +129,12 @@ def distill(
     """Train a copy of the teacher with fewer decoder layers; return it in evaluation mode, on the CPU.
 
     ``examples`` are rows ``{"source", "target"}``, the source with its prefix, a JSON Lines file of such rows, or a
-    `Mixture`; the loss "sequence" needs one with ``by_teacher``. A checkpoint in ``folder`` is continued from.
-    ``validate``, such as `make_validator` returns, adds scores to ``log.jsonl``.
+    `Mixture`; the loss "sequence" needs one with ``by_teacher``. A checkpoint in ``folder`` is continued from, if it
+    was made from the same teacher, texts and batches. ``validate``, such as `make_validator` returns, adds scores to
+    ``log.jsonl``.
 
     Raises ``InputError`` for a wrong row, layer or device, missing texts of the teacher, and a checkpoint of another
-    configuration; ``JobError`` on a full disk.
+    run; ``JobError`` on a full disk.
     """
     require_device(device)
     student = shrink_decoder(teacher, config.layers)
@@ -169,6 +165,9 @@ def train_student(
         own, theirs = getattr(student.config, size), getattr(teacher.config, size)
         if own != theirs:
             raise InputError(f"{size} must be the same, got {own} for the student and {theirs} for the teacher.")
+    own, theirs = (T5Dims.of(model).decoder_layers for model in (student, teacher))
+    if config.loss == "hidden" and own > theirs:
+        raise InputError(f"For the loss 'hidden' the teacher must have at least {own} decoder layers, got {theirs}.")
     if config.loss == "sequence" and not mixture.by_teacher:
         raise InputError(
             "The mixture must have texts of the teacher for the loss 'sequence'. Let write_teacher_outputs() make "
@@ -176,11 +175,10 @@ def train_student(
         )
 
     student.config.dropout_rate = config.dropout
-    use_pooled_dropout(student)
     set_dropout(student, config.dropout)
     student.to(device).train()
     teacher = copy.deepcopy(teacher).to(device).eval()
-    objective = as_objective(config.loss)
+    objective = OBJECTIVES[config.loss]
     optimizers = new_optimizers(
         student,
         learning_rate=config.learning_rate,
@@ -199,6 +197,7 @@ def train_student(
         before_step=before_step,
         after_step=None if gates is None else gates.collect,  # before a checkpoint, which holds its gradients
         state=None if gates is None else torch.nn.ModuleDict({"model": student, "gates": gates}),
+        made_from=(student, teacher),
         device=device,
         label=config.loss,
     )

@@ -17,9 +17,12 @@ GROUP = 2000  # sources sorted by length and decoded between two writes
 
 
 def write_teacher_outputs(
-    file: Path, generate: Callable[[list[str]], list[str]], wanted: list[tuple[str, str]], *, batch_size: int = 32
-) -> None:
+    file: Path, generate: Callable[[list[str]], list[str]], wanted: list[tuple[str, str]], *, batch_size: int = 32,
+    by: str | None = None,
+) -> None:  # fmt: skip
     """Append a JSON line ``{"task", "source", "target"}`` for each wanted (task, source) that the file lacks.
+
+    ``by`` says in the first line who writes, and how; raises ``InputError`` for a file by another.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -29,11 +32,14 @@ def write_teacher_outputs(
     {'shout': [('hello', 'HELLO')]}
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    there = set()
-    if file.is_file():
-        there = {row["source"] for row in _rows(file)}
+    rows = list(_rows(file)) if file.is_file() else []
+    if by is not None and rows and rows[0].get("by") != by:
+        raise InputError(f"{file} was written by another teacher, or otherwise. Delete it, or use another folder.")
+    there = {row.get("source") for row in rows}
+    if file.is_file() or by is not None:
+        first = "" if rows or by is None else json.dumps({"by": by}) + "\n"
         with file.open("ab") as out:
-            out.write(b"\n")  # ends a line truncated by a kill
+            out.write(b"\n" + first.encode())  # ends a line truncated by a kill
     missing = [(task, source) for task, source in wanted if source not in there]
     done = len(wanted) - len(missing)
     with machine.progress_bar(total=len(wanted), initial=done, desc="the teacher writes", unit="text") as bar:
@@ -57,7 +63,8 @@ def read_teacher_outputs(file: Path) -> dict[str, list[Example]]:
         raise InputError(f"No teacher's texts at {file}. Let write_teacher_outputs() make them.")
     found: dict[str, list[Example]] = {}
     for row in _rows(file):
-        found.setdefault(row["task"], []).append((row["source"], row["target"]))
+        if "task" in row:
+            found.setdefault(row["task"], []).append((row["source"], row["target"]))
     if not found:
         raise InputError(f"{file} holds no texts. Delete it, and let write_teacher_outputs() make it again.")
     return found

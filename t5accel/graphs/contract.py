@@ -169,11 +169,11 @@ def empty_past(spec: GraphSpec, batch: int) -> dict[str, np.ndarray]:
 
 
 def as_folder(value: Any) -> Path:
-    """``value`` as a path; raises ``InputError`` for what no file system accepts as a name."""
+    """``value`` as an absolute path; raises ``InputError`` for what no file system accepts as a name."""
     try:
         text = os.fspath(value)
         if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
-            return Path(text)
+            return Path(text).absolute()  # the working folder may change before all files are read
     except (TypeError, UnicodeEncodeError):
         pass
     raise InputError(f"folder must be the path of a folder as text or a Path, got {value!r}.")

@@ -25,7 +25,6 @@ from t5accel.graphs.contract import ENCODER_ONLY, MODULES, as_folder
 from t5accel.graphs.export import (
     FP32,
     TOLERANCE,
-    float_arrays,
     model_weights,
     require_tokenizer,
     save_tokenizer,
@@ -36,6 +35,7 @@ from t5accel.graphs.export_cache import (
     cache_entry,
     cache_folder,
     clear_damaged,
+    hub_download,
     key_of_name,
     tokenizer_hash,
 )
@@ -49,24 +49,25 @@ from t5accel.graphs.export_folder import (
 )
 from t5accel.graphs.layers import encoder_only_graph
 from t5accel.graphs.manifest import Manifest
-from t5accel.graphs.ort_levels import import_onnxruntime
-from t5accel.graphs.weights import T5Weights, require_values
+from t5accel.graphs.ort_levels import plain_session
+from t5accel.graphs.weights import T5Weights, as_array, require_values
 from t5accel.models.families import family_of, family_of_model
 from t5accel.models.load import (
     BUNDLED,
     data_folder,
-    has_weights,
+    has_tokenizer,
     hub_id,
     hub_resolves,
     hub_snapshot,
     load_model,
     load_pretrained,
     load_tokenizer,
+    refuse_instead,
     require_torch,
 )
 from t5accel.models.sizes import CLASS_PREFIXES, T5Dims
 from t5accel.models.spec import ModelSpec
-from t5accel.models.stored_weights import read_weights
+from t5accel.models.stored_weights import read_weights, weight_files
 from t5accel.parity import ParityError, assert_close
 from t5accel.precision.integers import IntegerRewriter
 from t5accel.precision.recipes import Recipe, as_encoder_recipe
@@ -109,6 +110,7 @@ class EncoderSource:
         if folder is None:  # random weights
             loaded, tokenizer = load_model(label)
             return replace(cls._of_object(loaded, label), tokenizer=tokenizer)
+        refuse_instead(folder, label)
         from transformers import AutoConfig
 
         config = load_pretrained(AutoConfig.from_pretrained, folder)
@@ -135,8 +137,8 @@ class EncoderSource:
         if not hasattr(stack, "block"):
             raise NotT5Error(f"{name} must have an encoder of T5's layers, got a {type(model).__name__}.")
         require_values(stack)
-        state = (*stack.named_parameters(prefix="encoder"), *stack.named_buffers(prefix="encoder"))
-        arrays = float_arrays(state)
+        named = stack.named_parameters(prefix="encoder", remove_duplicate=False)
+        arrays = {key: as_array(weight, key) for key, weight in (*named, *stack.named_buffers(prefix="encoder"))}
         return cls(name, config, _t5_weights(config, arrays, name), {}, None, stack)
 
     @cached_property
@@ -170,7 +172,8 @@ def export_encoder(
     overwrite: bool = False,
     progress: bool = False,
     check_outputs: bool = True,
-    gate: tuple[Callable[[Path], None], Mapping[str, float]] | None = None,
+    check: Callable[[Path], None] | None = None,
+    max_loss: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Write ``encoder_only.onnx``, its weights, and what `AcceleratedEncoder` needs beside them.
 
@@ -182,7 +185,7 @@ def export_encoder(
         precision: fp32, int8, int4, or a `Recipe` without "dynamic" schemes, by which texts would depend on each other.
         check_outputs: compare the fp32 graph with transformers' own encoder on a small batch; of files, the first
             layers, 0.3 GB of them, as the others are built in the same way.
-        gate: may refuse the finished folder by an exception, and the losses that it allows (`quantize_encoder`).
+        check: may refuse the finished folder by an exception; ``max_loss`` are the losses that it allows.
 
     Raises:
         ExportError: the folder is taken or not writable, or the outputs differ; nothing is left of the attempt.
@@ -213,17 +216,17 @@ def export_encoder(
         if tokenizer is not None:
             save_tokenizer(tokenizer, partial)
 
-    limits = {"max_loss": dict(gate[1])} if gate else {}
+    limits = {"max_loss": dict(max_loss)} if max_loss else {}
     manifest = Manifest(
         source={"name": source.name, "sha256": source.sha256},
         dims=source.weights.dims,
         tokens=source.spec.tokens,
-        recipe=FP32 if recipe.name == "fp32" else {**recipe.to_json(), "gated": bool(gate), "gate": limits},
+        recipe=FP32 if recipe.name == "fp32" else {**recipe.to_json(), "gated": bool(limits), "gate": limits},
         opset=OPSET,
         versions=machine.versions(),
         family=source.family,
     )
-    plan = ExportPlan(manifest, {ENCODER_ONLY: graph}, 0, add_files, check=gate and gate[0])
+    plan = ExportPlan(manifest, {ENCODER_ONLY: graph}, 0, add_files, check=check)
     return write_export(target, plan, overwrite=overwrite, progress=progress)
 
 
@@ -238,6 +241,11 @@ def cached_encoder(
     """The folder of ``model``'s encoder in `export_cache`, made now if it is missing or damaged, and its manifest."""
     recipe, named = as_encoder_recipe(precision), isinstance(model, str | os.PathLike)
     require_tokenizer(tokenizer)
+
+    def check(_: Path) -> None:
+        if named and key_of_name(label, hashes) != key:
+            raise ExportError(f"{label} changed while it was read: try again when it is whole.")
+
     with FileHashes() as hashes:
         source = None if named else EncoderSource.of(model)
         label = os.fspath(model) if named else source.name
@@ -255,9 +263,7 @@ def cached_encoder(
                 f"The encoder of {label} is exported once, and kept in {cache_folder()}.", file=sys.stderr, flush=True
             )
         options = dict(precision=recipe, tokenizer=tokenizer, progress=progress, check_outputs=check_outputs)
-        made = export_encoder(source or label, folder, overwrite=True, **options)
-        if named and key_of_name(label, hashes) != key:
-            raise ExportError(f"{label} changed while it was read: try again when it is whole.")
+        made = export_encoder(source or label, folder, overwrite=True, check=check, **options)
         return folder, hashes.remember(folder, made)
 
 
@@ -277,16 +283,11 @@ def check_encoder(source: EncoderSource) -> None:
     ids = rng.integers(first, weights.source_vocab_size - 1, (2, longest))
     ids += ids >= pad  # any token but padding
     mask = (np.arange(longest) < np.array(LENGTHS)[:, None]).astype(np.int64)
-    ids[mask == 0] = pad
-    options = import_onnxruntime().SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = import_onnxruntime().GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.disable_prepacking", "1")
+    ids[mask == 0] = min(pad, weights.source_vocab_size - 1)  # which `_first_layers` may have cut off
     graphs = {ENCODER_ONLY: encoder_only_graph(weights)}
     with TemporaryDirectory() as folder:
         write_graphs(Path(folder), graphs, WeightsLayout.plan(graphs, CHECKED_BYTES))
-        path, on_cpu = str(Path(folder) / ENCODER_ONLY), ["CPUExecutionProvider"]
-        session = import_onnxruntime().InferenceSession(path, options, providers=on_cpu)
+        session = plain_session(Path(folder) / ENCODER_ONLY, once=True)
         (found,) = session.run(None, {"input_ids": ids, "attention_mask": mask})
         del session  # Windows deletes no file that is mapped
     modes = [(part, part.training) for part in module.modules()]
@@ -350,19 +351,22 @@ def _folder_of_files(name: str) -> Path | None:
         if not name.startswith("random:"):
             load_model(name)  # refuses it, and says which names there are
         return None
-    if (there := hub_snapshot(name)) is not None and has_weights(there):
-        return there
-    if hub_resolves():
-        from huggingface_hub import constants, snapshot_download
-
-        kept = ["*.json", "*.safetensors", "*.model", "*.txt", "pytorch_model*.bin"]
-        try:
-            snapshot_download(repository, cache_dir=constants.HF_HUB_CACHE, allow_patterns=kept)
-        except Exception as error:
-            raise ModelUnavailableError(f"{repository!r} could not be had from the model hub: {error}") from error
-    if (folder := hub_snapshot(name)) is None:
+    folder = hub_snapshot(name)
+    # Programs that read weights alone leave no tokenizer there, and a download that stopped left some weights out.
+    if not (_is_whole(folder) and has_tokenizer(folder)) and hub_resolves():
+        for weights in ("*.safetensors", "pytorch_model*.bin"):  # the second where there are none of the first
+            hub_download(repository, ["*.json", "*.model", "*.txt", weights], revision=folder and folder.name)
+            if _is_whole(folder := hub_snapshot(name)):
+                break
+    if folder is None:
         raise ModelUnavailableError(f"{name!r} is no folder here, and could not be had from the model hub.")
     return folder
+
+
+def _is_whole(folder: Path | None) -> bool:
+    """Whether all weights of a folder are there."""
+    files = weight_files(folder) if folder else []
+    return bool(files) and all(path.is_file() for path in files)
 
 
 def _t5_weights(config: Any, arrays: dict[str, Any], name: str) -> T5Weights:

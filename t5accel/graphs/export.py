@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from t5accel.graphs.fused_step import step_graph
 from t5accel.graphs.gemma_layers import gemma_weights
 from t5accel.graphs.layers import decoder_graph, encoder_graph
 from t5accel.graphs.manifest import Manifest
-from t5accel.graphs.ort_levels import import_onnxruntime
+from t5accel.graphs.ort_levels import plain_session
 from t5accel.graphs.shortlist_head import maybe_quantize_head, shortlist_graph
 from t5accel.graphs.weights import T5Weights, as_array, bart_like_weights, require_values
 from t5accel.models.families import Family, family_of_model
@@ -48,7 +48,6 @@ from t5accel.models.t5_math import logit_scale
 from t5accel.parity import ParityError, assert_close
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FP32 = {"name": "fp32"}
@@ -172,9 +171,11 @@ def t5_weights(model: PreTrainedModel) -> T5Weights:
     """
     dims = T5Dims.of(model)
     require_values(model)
-    # Each parameter once, under its first name: tied ones are shared.weight. A T5 has no buffers, but an adapter may:
-    # they count as arrays, so that `require_all_read` notices that no graph reads them.
-    arrays = float_arrays((*model.named_parameters(), *model.named_buffers()))
+    # Tied embeddings and heads are shared.weight; layers may share weights, which each names. A T5 has no buffers, but
+    # an adapter may: they count as arrays, so that `require_all_read` notices that no graph reads them.
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    own = [(name, weight) for name, weight in named if name == "shared.weight" or weight is not model.shared.weight]
+    arrays = {name: as_array(weight, name) for name, weight in own}
     pruned = {
         f"{name}.{layer}": tuple(sorted(getattr(block.layer[0].SelfAttention, "pruned_heads", ())))
         for name, stack in (("encoder", model.encoder), ("decoder", model.decoder))
@@ -183,27 +184,19 @@ def t5_weights(model: PreTrainedModel) -> T5Weights:
     return t5_weights_of(model.config, arrays, dims, logit_scale=logit_scale(model), pruned_heads=pruned)
 
 
-def float_arrays(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
-    """Weights by name as fp32 numpy arrays; raises ``NotT5Error`` for one that is not in floating point."""
-    arrays = {}
-    for key, value in named:
-        if not value.is_floating_point():
-            raise NotT5Error(
-                f"{key} must be in floating point, got {value.dtype}: load the model without quantisation."
-            )
-        arrays[key] = as_array(value)
-    return arrays
-
-
 def t5_weights_of(config: Any, arrays: Mapping[str, Any], dims: T5Dims, **others: Any) -> T5Weights:
     """A T5's arrays with the constants of its configuration; ``others`` are fields of `T5Weights`."""
+    buckets, reach = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    # Up to this distance each has a bucket, and only then do larger ones share the last (`relative_position_bucket`).
+    if reach <= (exact := buckets // (2 if dims.decoder_layers else 4)):
+        raise NotT5Error(f"relative_attention_max_distance must be above {exact} with {buckets} buckets, got {reach}.")
     return T5Weights(
         arrays=arrays,
         dims=dims,
         activation=config.dense_act_fn,
         norm_epsilon=config.layer_norm_epsilon,
-        buckets=config.relative_attention_num_buckets,
-        max_distance=config.relative_attention_max_distance,
+        buckets=buckets,
+        max_distance=reach,
         **others,
     )
 
@@ -331,16 +324,8 @@ def _graph_logits(folder: Path, dims: T5Dims) -> Logits:
     """The logits of an fp32 export, on ONNX Runtime's CPU, without optimisation."""
 
     def run(ids: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        onnxruntime = import_onnxruntime()
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        # Read once: preparing weights for many runs would cost more than this run, and their memory again.
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.add_session_config_entry("session.disable_prepacking", "1")
-
         def outputs(graph: str, wanted: list[str], feeds: dict[str, Any]) -> list[np.ndarray]:
-            path = str(folder / graph)
-            return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]).run(wanted, feeds)
+            return plain_session(folder / graph, once=True).run(wanted, feeds)
 
         source, cross = {"input_ids": ids, "attention_mask": mask}, kv_names("cross", dims.decoder_layers)
         feeds = dict(zip(cross, outputs(ENCODER, cross, source), strict=True)) | empty_past(

@@ -85,7 +85,7 @@ class CachedExport:
 def cache_folder() -> Path:
     """``exports`` in ``$T5ACCEL_CACHE`` or in the system's cache folder (``~/.cache/t5accel`` …)."""
     if chosen := os.environ.get(ENVIRONMENT):
-        return Path(chosen).expanduser() / "exports"
+        return Path(chosen).expanduser().absolute() / "exports"
     from platformdirs import user_cache_path
 
     return user_cache_path("t5accel", appauthor=False) / "exports"
@@ -149,10 +149,9 @@ def cached_export_and_manifest(
             loaded = key_of_name(label, hashes)  # again: it may have been downloaded only now
             if os.path.isdir(label) and loaded != key:
                 raise ExportError(f"{label} changed while it was read: try again when it is whole.")
-            given = tokenizer_hash(own_tokenizer if loaded is None else tokenizer)
+            given, tokenizer = tokenizer, own_tokenizer if tokenizer is None else tokenizer
             key = source_hash(model, model_weights(model)) if loaded is None else loaded
-            folder_of = partial(cache_entry, label, key, given)
-            tokenizer = own_tokenizer if tokenizer is None else tokenizer
+            folder_of = partial(cache_entry, label, key, tokenizer_hash(tokenizer if loaded is None else given))
 
         in_fp32, folder = folder_of(fp32), folder_of(recipe)
         manifest = hashes.lookup(in_fp32)
@@ -258,7 +257,7 @@ def find_export(model: Any) -> Path | None:
     >>> find_export("mini") is None
     True
     """
-    if not isinstance(model, str | os.PathLike):
+    if not isinstance(model, str | os.PathLike) or (isinstance(model, str) and model in BUNDLED):
         return None
     folder = Path(model)
     if os.path.isfile(folder / MANIFEST) and (os.path.isfile(folder / ENCODER) or not has_weights(folder)):
@@ -285,18 +284,22 @@ def _hub_export(repository: str) -> Path | None:
         return [name for name in sorted(listed) if not (folder / name).is_file()]
 
     if missing() and hub_resolves():
-        from huggingface_hub import constants, snapshot_download
-
-        only = {"revision": folder.name, "allow_patterns": sorted({*listed, MANIFEST})}  # the commit of that manifest
-        try:
-            snapshot_download(repository, cache_dir=constants.HF_HUB_CACHE, **only)
-        except Exception as error:
-            raise ModelUnavailableError(f"{repository} cannot be downloaded: {first_line(error)}.") from error
+        hub_download(repository, sorted({*listed, MANIFEST}), revision=folder.name)  # the commit of that manifest
     if lacking := missing():
         raise ModelUnavailableError(
             f"The export {repository} lacks {lacking[0]} in the hub's cache, and it cannot be had from the hub."
         )
     return folder
+
+
+def hub_download(repository: str, patterns: list[str], *, revision: str | None) -> None:
+    """Download the files of a hub repository that match; raises ``ModelUnavailableError`` where that fails."""
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        snapshot_download(repository, cache_dir=constants.HF_HUB_CACHE, revision=revision, allow_patterns=patterns)
+    except Exception as error:
+        raise ModelUnavailableError(f"{repository} cannot be downloaded: {first_line(error)}.") from error
 
 
 def verified_manifest(folder: str | os.PathLike[str]) -> Manifest:
@@ -378,7 +381,9 @@ def list_exports() -> list[CachedExport]:
     root = cache_folder()
     if not root.is_dir():
         return []
-    found = sorted(path for path in root.iterdir() if (path / MANIFEST).is_file() or _EXPORT_NAME.search(path.name))
+    # Other processes' folders that are being written, or replaced, are no exports.
+    settled = (path for path in root.iterdir() if path.suffix not in (".partial", ".old"))
+    found = sorted(path for path in settled if (path / MANIFEST).is_file() or _EXPORT_NAME.search(path.name))
     exports = []
     for folder in found:
         try:

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # What sees images, and what is read elsewhere.
-_SKIPPED = re.compile(r"model\.encoder\.(vision_tower|multi_modal_projector)|.*\.(embed_tokens|rotary_emb)\.|lm_head\.")
+_SKIPPED = re.compile(
+    r"model\.encoder\.(vision_tower|multi_modal_projector)\..*|.*\.embed_tokens\.(weight|embed_scale|eoi_embedding)|"
+    r".*\.rotary_emb\.\w*inv_freq|lm_head\.out_proj\.weight"
+)
 _LAYER = re.compile(r"model\.(encoder|decoder)\.(?:text_model\.)?layers\.(\d+)\.(.+)\.(weight|bias)")
 # T5's names of a layer's weights; {} is the number of its feed-forward part, behind one or two attentions.
 _PARTS = {
@@ -120,7 +123,8 @@ class GemmaLayers(T5Layers):
         return self.norm(hidden, "decoder.final_layer_norm.weight")
 
     def logits(self, graph: GraphBuilder, kind: str, *inputs: str, output: str) -> None:
-        # The cap keeps the order of logits. Approximate ones (of another kind) go without, as their bounds do.
+        # The cap keeps the order of logits that are not above four caps, where it makes them equal in fp32. Approximate
+        # ones (of another kind) go without, as their bounds do.
         cap = self.weights.logit_cap if kind == "MatMul" else None
         products = graph.op(kind, *inputs, output=output if cap is None else None)
         if cap is not None:
@@ -285,10 +289,10 @@ def gemma_weights(model: PreTrainedModel, family: Family) -> GemmaWeights:
         if (end := getattr(module.embed_tokens, "eoi_embedding", None)) is not None:
             arrays[f"{stack}.image_end"], image_end = as_array(end), module.embed_tokens.eoi_token_index
         arrays |= _frequencies(stack, module.rotary_emb, configs[stack].layer_types)
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):
-        if not _SKIPPED.match(name):
-            ours = _renamed(name, merged=merged)
-            arrays[ours] = as_array(weight) + np.float32(1) if ours.endswith("norm.weight") else as_array(weight)
+    for name, weight in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        if not _SKIPPED.fullmatch(name):
+            ours, array = _renamed(name, merged=merged), as_array(weight, name)
+            arrays[ours] = array + np.float32(1) if ours.endswith("norm.weight") else array
     normed = any(".q_norm." in name for name in arrays)  # a norm would undo a scale of what comes before it
     for name in [name for name in arrays if (".q_norm." if normed else ".q.") in name]:
         arrays[name] = arrays[name] * np.float32(configs[name[:7]].query_pre_attn_scalar ** -0.5)

@@ -47,7 +47,7 @@ WRITTEN = set(
     {ENCODER} {DECODER} {SHORTLIST} {STEP} {ENCODER_ONLY} {WEIGHTS} {MANIFEST} {MODULES} config.json
     generation_config.json
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json spiece.model sentencepiece.bpe.model
-    source.spm target.spm vocab.json target_vocab.json merges.txt vocab.txt tokenizer.model
+    source.spm target.spm vocab.json target_vocab.json merges.txt vocab.txt dict.txt tokenizer.model
     chat_template.jinja
     """.split()
 )

@@ -56,6 +56,17 @@ def optimization_level(level: str) -> onnxruntime.GraphOptimizationLevel:
     return value
 
 
+def plain_session(path: Path, *, once: bool = False) -> onnxruntime.InferenceSession:
+    """A session on the CPU without optimisation, which keeps every value; ``once`` if it serves a single run."""
+    onnxruntime = import_onnxruntime()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if once:  # preparing weights for many runs would cost more than this run, and their memory again
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
 def this_machine(device: str = "cpu") -> dict[str, str]:
     """The hardware facts that ONNX Runtime's optimiser depends on."""
     from t5accel import machine

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -253,19 +252,6 @@ def check_graph(graph: GraphBuilder) -> None:
         onnx.checker.check_model(graph.skeleton())
     except onnx.checker.ValidationError as error:
         raise ExportError(f"Graph {graph.name} is not valid: {' '.join(str(error).split())}") from error
-
-
-def sort_nodes(graph: GraphBuilder) -> None:
-    """Sort the nodes topologically; raises ``ExportError`` for a circle."""
-    makers = {output: number for number, node in enumerate(graph.nodes) for output in node.output}
-    needs = {
-        number: [makers[name] for name in _reads(node) if name in makers] for number, node in enumerate(graph.nodes)
-    }
-    try:
-        graph.nodes = [graph.nodes[number] for number in TopologicalSorter(needs).static_order()]
-    except CycleError as error:
-        circle = ", ".join(graph.nodes[number].name for number in error.args[1])
-        raise ExportError(f"Graph {graph.name}: {circle} wait for each other.") from error
 
 
 def _reads(node: onnx.NodeProto) -> Iterable[str]:

@@ -82,6 +82,7 @@ class T5Weights:
 
 
 ADVICE = "unwrap the model, merge adapters first."
+_TABLES = re.compile(r"shared\.weight|(en|de)coder\.embed_(tokens|positions)\.weights?")  # read apart
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 # T5's names of a BART-like layer's weights; {} is the number of its feed-forward part, behind one or two attentions.
 _PARTS = {
@@ -114,10 +115,10 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         arrays["encoder.embed_tokens.weight"] = as_array(encoder_table)
     dims = dims_of(model, family)
     if not dims.tied:
-        arrays["lm_head.weight"] = as_array(model.lm_head.weight)
-    for name, weight in (*inner.named_parameters(), *inner.named_buffers()):
-        if "embed_tokens" not in name and "embed_positions" not in name and name != "shared.weight":
-            arrays[_renamed(name)] = as_array(weight)
+        arrays["lm_head.weight"] = as_array(model.lm_head.weight, "lm_head.weight")
+    for name, weight in (*inner.named_parameters(remove_duplicate=False), *inner.named_buffers()):
+        if not _TABLES.fullmatch(name):
+            arrays[_renamed(name)] = as_array(weight, name)
     for stack in ("encoder", "decoder"):
         table = getattr(inner, stack).embed_positions
         arrays[f"{stack}.embed_positions.weight"] = as_array(getattr(table, "weight", getattr(table, "weights", None)))
@@ -154,10 +155,13 @@ def require_values(model: PreTrainedModel) -> None:
         raise InputError("The model's weights are on torch's meta device, where they have no values: load them first.")
 
 
-def as_array(weight: torch.Tensor) -> np.ndarray:
-    """A weight as fp32 numpy array, which shares memory with it where it can."""
+def as_array(weight: torch.Tensor, name: str = "A weight") -> np.ndarray:
+    """A weight as fp32 numpy array, which shares memory with it where it can; ``NotT5Error`` if it is no float."""
     import torch
 
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():  # a quantised layer's is a method
+        kind = getattr(weight, "dtype", type(weight).__name__)
+        raise NotT5Error(f"{name} must be in floating point, got {kind}: load the model without quantisation.")
     return weight.detach().to("cpu", torch.float32).numpy()
 
 

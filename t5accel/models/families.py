@@ -218,7 +218,8 @@ def family_of_model(model: Any) -> Family:
         raise NotT5Error(f"{kind} holds adapters beside the model: give what its merge_and_unload() returns.")
     if kind.startswith(("FSDP", "FullyShardedDataParallel")):
         raise NotT5Error(f"{kind} holds the model in shards: save it with save_pretrained(), and give that folder.")
-    for name in ("_orig_mod", "module", "model"):  # of torch.compile; of data parallelism; of pipelines and trainers
+    # Of torch.compile; of data parallelism; of pipelines and trainers, but a BART has a .model, too.
+    for name in ("_orig_mod", "module", *([] if hasattr(model, "lm_head") else ["model"])):
         inner = getattr(getattr(model, name, None), "config", None)
         if getattr(inner, "model_type", None) in FAMILIES and (name == "_orig_mod" or inner is not config):
             raise NotT5Error(f"{kind} is no model, but holds one: give its .{name}.")

@@ -8,7 +8,7 @@ import copy
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -32,7 +32,7 @@ from t5accel.errors import (
 from t5accel.models.families import NEAREST, SIZES, family_of, gemma_configs, no_head, require_class
 from t5accel.models.pruned import load_pruned
 from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
-from t5accel.models.sizes import CLASS_PREFIXES
+from t5accel.models.sizes import CLASS_PREFIXES, MAX_LAYERS
 from t5accel.models.stored_weights import weight_files
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ _INSTEAD = {
     _EXPORT: "{} is an export, which holds no weights for PyTorch: give the model that it was made from.",
 }
 _HEADLESS = re.compile(r"\w+For(?!Conditional)\w+|\w+EncoderModel")  # classes without a language-model head
-MAX_LAYERS = 1000  # of a stack; the largest published ones have some fifty
 _COMPUTED = ("embed_positions.weight", "embed_positions.weights")  # which old checkpoints hold all the same
 
 
@@ -73,9 +72,9 @@ def data_folder() -> Path:
     )
 
 
-def require_torch(what: str, instead: str = "") -> None:
+def require_torch(what: str, instead: str = "", packages: Sequence[str] = ("torch", "transformers")) -> None:
     """Raise ``MissingPackageError`` where PyTorch or transformers is not installed, as with the extra ``runtime``."""
-    for package in ("torch", "transformers"):
+    for package in packages:
         try:
             import_module(package)
         except ModuleNotFoundError:
@@ -160,11 +159,18 @@ def cast_model(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreT
 
 
 def _load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    for name, sentence in _INSTEAD.items():
-        if (folder / name).is_file() and not (name == _EXPORT and has_weights(folder)):
-            raise ModelUnavailableError(sentence.format(folder))
+    refuse_instead(folder, str(folder))
     _refuse_kind(folder, str(folder))
     return _from_pretrained(str(folder))
+
+
+def refuse_instead(folder: Path, name: str) -> None:
+    """Raise ``ModelUnavailableError`` for an adapter, also beside weights, or an export in the folder of a name."""
+    repository = hub_id(name)  # of which not every file may be here
+    for file, sentence in _INSTEAD.items():
+        is_model = file == _EXPORT and has_weights(folder)
+        if not is_model and ((folder / file).is_file() or repository and hub_file(repository, file, folder.name)):
+            raise ModelUnavailableError(sentence.format(name))
 
 
 def _refuse_kind(folder: Path, where: str) -> None:
@@ -178,7 +184,7 @@ def _refuse_kind(folder: Path, where: str) -> None:
 
 def _load_hub(repository: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     try:
-        return _from_pretrained(repository, local_files_only=not hub_resolves())
+        loaded = _from_pretrained(repository, local_files_only=not hub_resolves())
     except T5AccelError:
         raise
     except OSError as error:
@@ -190,25 +196,25 @@ def _load_hub(repository: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     except Exception as error:  # reached, and broken or too new for the installed transformers
         _refuse_instead(repository)
         raise ModelUnavailableError(f"{repository!r} cannot be loaded: {error}") from error
+    _refuse_instead(repository)
+    return loaded
 
 
 def _refuse_instead(repository: str) -> None:
-    commit = _hub_commit(repository)
-    for name, sentence in _INSTEAD.items():  # where a commit is known, the hub has answered
-        if commit and ((commit / name).is_file() or hub_file(repository, name)):
-            raise ModelUnavailableError(sentence.format(repository))
+    if commit := _hub_commit(repository):  # the hub has answered
+        refuse_instead(commit, repository)
     if snapshot := hub_snapshot(repository):
         _refuse_kind(snapshot, repository)
 
 
-def hub_file(repository: str, name: str) -> Path | None:
+def hub_file(repository: str, name: str, revision: str | None = None) -> Path | None:
     """A file of a hub repository, downloaded if needed; ``None`` if unavailable."""
     if not hub_resolves():
         return None
     from huggingface_hub import constants, hf_hub_download
 
     try:
-        return Path(hf_hub_download(repository, name, cache_dir=constants.HF_HUB_CACHE))
+        return Path(hf_hub_download(repository, name, cache_dir=constants.HF_HUB_CACHE, revision=revision))
     except Exception:  # whatever the reason: loading the model says it, or there is no such file
         return None
 
@@ -220,7 +226,7 @@ def hub_resolves() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    if getproxies():
+    if getproxies().keys() - {"no"}:
         return True
     try:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
@@ -317,7 +323,7 @@ def check_loaded(model: PreTrainedModel, folder: Path | None, where: str) -> Non
         weight = loaded.get(name)
         if weight is None or not weight.numel() or name.endswith(_COMPUTED):
             continue
-        if not torch.equal(_middle_row(weight), row.to(weight.dtype)):
+        if not torch.allclose(_middle_row(weight), row.to(weight.dtype), rtol=0, atol=0, equal_nan=True):
             raise _misread(where, name)
     # transformers 4 drops a head that its configuration ties away, and 5 uses it. 5 itself saves untied T5s as tied.
     asked = read_json_object(folder / "config.json", ModelUnavailableError) if "lm_head.weight" in names else {}
@@ -389,11 +395,12 @@ def require_tokenizer(name: str | os.PathLike[str]) -> None:
     if name.removeprefix("random:") in {*RANDOM_SIZES, *SIZES} - {name}:
         raise InputError(f"{name} has random weights and no tokenizer, so it reads no text: give another model.")
     is_model = name not in BUNDLED and os.path.isfile(os.path.join(name, "config.json"))
-    if is_model and not _has_tokenizer(Path(name)):
+    if is_model and not has_tokenizer(Path(name)):
         raise InputError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained().")
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer."""
     if any(all((folder / name).is_file() for name in files) for files in _TOKENIZERS):
         return True
     config = folder / "config.json"
@@ -407,8 +414,9 @@ def load_tokenizer(where: str | os.PathLike[str], **options: Any) -> PreTrainedT
     Raises ``ModelUnavailableError`` if its files are damaged or its vocabulary is missing.
     """
     folder = Path(where) if os.path.isdir(where) else hub_snapshot(os.fspath(where))
-    if os.path.isdir(where) and not _has_tokenizer(folder):
+    if os.path.isdir(where) and not has_tokenizer(folder):
         return None
+    require_torch(f"The tokenizer of {where}", packages=["transformers"])
     from transformers import AutoTokenizer
 
     tokenizer = load_pretrained(AutoTokenizer.from_pretrained, where, **options)

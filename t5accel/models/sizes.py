@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 CLASS_PREFIXES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}  # of transformers' classes
 T5_LIKE = tuple(CLASS_PREFIXES)
+MAX_LAYERS = 1000  # of a stack; the largest published ones have some fifty
 ONLY_T5 = f"this works on T5-shaped models only: {', '.join(T5_LIKE)} (flan, ByT5 and MADLAD-400 are of type t5)."
 
 
@@ -83,7 +84,8 @@ class T5Dims:
         sizes["num_decoder_layers"] = config.get("num_decoder_layers") or sizes["num_layers"]
         for key, value in sizes.items():
             try:
-                as_count(value, key, at_least=1)
+                if as_count(value, key, at_least=1) > MAX_LAYERS and key.endswith("_layers"):
+                    raise InputError(f"{key} must be at most {MAX_LAYERS}, got {value}.")
             except InputError as error:
                 raise ModelUnavailableError(f"{name} does not describe a T5: {error}") from error
         heads, ff = (sizes["num_heads"],), (sizes["d_ff"],)

@@ -75,8 +75,11 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
         if (index := folder / f"{name}.index.json").is_file():
-            shards = read_json_object(index, ModelUnavailableError)["weight_map"].values()
-            return [folder / shard for shard in sorted({*shards})]
+            content = read_json_object(index, ModelUnavailableError)
+            try:
+                return [folder / shard for shard in sorted({*content["weight_map"].values()})]
+            except (LookupError, TypeError, AttributeError) as error:
+                raise ModelUnavailableError(f"{index} is damaged: it has no weight_map to files.") from error
     return []
 
 

@@ -21,8 +21,9 @@ from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, WEIGHTS, empty_past, kv_names
 from t5accel.graphs.export_folder import WeightsLayout
 from t5accel.graphs.layers import LOWEST
-from t5accel.graphs.ort_levels import import_onnxruntime
+from t5accel.graphs.ort_levels import plain_session
 from t5accel.graphs.rewriting import find_matmuls, float_values
+from t5accel.models.spec import ModelSpec
 from t5accel.precision.recipes import group_of
 from t5accel.precision.source_export import STACKS, Fp32Export
 
@@ -35,17 +36,24 @@ class CalibrationSample(NamedTuple):
     decoder_input_ids: np.ndarray
 
 
-def as_calibration_sample(value: Any, *, vocab_size: int, pad_token_id: int = 0) -> CalibrationSample:
-    """``value`` with int64 arrays; raises ``InputError`` for wrong shapes, types and ids."""
+def as_calibration_sample(
+    value: Any, *, vocab_size: int, pad_token_id: int = 0, source_vocab_size: int = 0, positions: int | None = None
+) -> CalibrationSample:
+    """``value`` with int64 arrays; raises ``InputError`` for wrong shapes, types and ids, and too many tokens."""
     if not isinstance(value, tuple) or len(value) != 3:
         raise InputError(
             f"A CalibrationSample must have input_ids, attention_mask and decoder_input_ids, got {value!r:.80}."
         )
-    ids, mask = as_batch(*value[:2], pad_token_id=pad_token_id, vocab_size=vocab_size)
+    ids, mask = as_batch(*value[:2], pad_token_id=pad_token_id, vocab_size=source_vocab_size or vocab_size)
     tokens = as_integers(value[2], "decoder_input_ids", rank=2)
     if len(tokens) != len(ids) or not tokens.shape[1]:
         raise InputError(f"decoder_input_ids must have shape ({len(ids)}, at least 1), got {tokens.shape}.")
     check_vocabulary(tokens, vocab_size, "decoder_input_ids")
+    longest = max(ids.shape[1], tokens.shape[1])
+    if positions is not None and longest > positions:
+        raise InputError(
+            f"A CalibrationSample must have at most {positions} tokens, the model's positions, got {longest}."
+        )
     return CalibrationSample(ids, mask, tokens)
 
 
@@ -86,6 +94,8 @@ def collect_ranges(folder: str | os.PathLike[str], examples: Iterable[Calibratio
     """
     export = Fp32Export.read(folder)
     manifest, graphs = export.manifest, export.graphs()
+    spec, pad = ModelSpec.of_manifest(manifest), manifest.tokens["pad_token_id"]
+    entries = dict(vocab_size=spec.dims.vocab_size, source_vocab_size=spec.source_vocab_size or 0)
     about = {stack: list(_about(graph)) for stack, graph in graphs.items()}
     watched = {stack: _watch(graph) for stack, graph in graphs.items()}
     cross = kv_names("cross", manifest.dims.decoder_layers)
@@ -103,9 +113,7 @@ def collect_ranges(folder: str | os.PathLike[str], examples: Iterable[Calibratio
 
     with _sessions(graphs) as sessions:
         for given in examples:
-            sample = as_calibration_sample(
-                given, vocab_size=manifest.dims.vocab_size, pad_token_id=manifest.tokens["pad_token_id"]
-            )
+            sample = as_calibration_sample(given, pad_token_id=pad, positions=spec.positions, **entries)
             source = {"input_ids": sample.input_ids, "attention_mask": sample.attention_mask}
             feeds = dict(zip(cross, run(sessions["encoder"], "encoder", source, cross), strict=True))
             feeds |= empty_past(manifest.graphs[DECODER], len(sample.input_ids))  # all target tokens in one step
@@ -154,10 +162,6 @@ def _about(graph: GraphBuilder) -> Iterator[tuple[str, str, str, str | None]]:
 
 @contextmanager
 def _sessions(graphs: Mapping[str, GraphBuilder]) -> Iterator[dict[str, Any]]:
-    onnxruntime = import_onnxruntime()
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # keeps every value
-    options.log_severity_level = 3
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         layout = WeightsLayout.plan(graphs, 0)
         layout.write(Path(folder) / WEIGHTS)
@@ -165,5 +169,5 @@ def _sessions(graphs: Mapping[str, GraphBuilder]) -> Iterator[dict[str, Any]]:
         for stack, graph in graphs.items():
             path = Path(folder) / f"{stack}.onnx"
             path.write_bytes(graph.proto(layout.references()).SerializeToString())
-            sessions[stack] = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            sessions[stack] = plain_session(path)
         yield sessions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -84,9 +86,12 @@ def write_integers(
 ) -> Manifest:
     """`quantize_export` with its arguments checked, and a ``gate``'s findings for the manifest."""
     # Calibration sees values of the two portable graphs, so static schemes leave out the step graph.
-    graphs = source.graphs(step=all(scheme.method != "static" for scheme in recipe.schemes))
+    static = any(scheme.method == "static" for scheme in recipe.schemes)
+    graphs = source.graphs(step=not static)
     rewriter = IntegerRewriter(recipe, ranges or {})
     for part, graph in graphs.items():
         rewriter.rewrite(graph, "decoder" if part == "step" else part)
-    notes = {"gated": bool(gate), "gate": dict(gate or {})}
+    notes: dict[str, Any] = {"gated": bool(gate), "gate": dict(gate or {})}
+    if static:  # other ranges give another export
+        notes["ranges"] = hashlib.sha256(json.dumps(ranges, sort_keys=True, default=float).encode()).hexdigest()
     return source.write(target, graphs, recipe, notes, overwrite=overwrite)

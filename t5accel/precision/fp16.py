@@ -49,15 +49,13 @@ def export_fp16(
     recipe: Recipe | str = "fp16",
     *,
     examples: Iterable[CalibrationSample] = (),
-    naive: bool = False,
     overwrite: bool = False,
 ) -> Manifest:
     """Write a copy of an fp32 export in fp16; its manifest lists the nodes in fp32 as ``"in_fp32"``.
 
-    The recipe's ``kept`` groups stay in fp32, and so do nodes known to overflow in T5 or seen to with ``examples``;
-    ``naive`` converts every node, as a general converter does. Where a CPU has no fp16 arithmetic, ONNX Runtime
-    computes in fp32 between casts: correct, half the size on disk, and not faster. Raises ``ExportError`` if the export
-    is missing or damaged, or ``out`` is taken or cannot be written, ``InputError`` for a recipe of another precision.
+    Nodes known to overflow in T5, or seen to with ``examples``, stay in fp32. Where a CPU has no fp16 arithmetic, ONNX
+    Runtime computes in fp32 between casts: correct, half the size on disk, and not faster. Raises ``ExportError`` if
+    the export is missing or damaged, or ``out`` is taken or cannot be written, ``InputError`` for another recipe.
     """
     source, recipe = Fp32Export.read(folder), as_recipe(recipe)
     if recipe.dtype != "float16" or recipe.integers:
@@ -69,10 +67,8 @@ def export_fp16(
     seen = collect_ranges(folder, examples) if examples else []
     graphs, in_fp32 = source.graphs(), {}
     for stack, graph in graphs.items():
-        groups = {p.node.name for p in find_matmuls(graph) if group_of(p.weight) in recipe.kept}
         largest = {entry.value: entry.max_abs for entry in seen if entry.graph == stack}
-        needed = [] if naive else nodes_in_fp32(graph, largest)
-        in_fp32[stack] = sorted({*needed, *groups})
+        in_fp32[stack] = sorted({*nodes_in_fp32(graph, largest)})
         convert_graph_fp16(graph, in_fp32[stack])
     nodes = [f"{stack} {name}" for stack, names in in_fp32.items() for name in names]
     notes = {"in_fp32": nodes, "probed": bool(examples), "gated": False}

@@ -24,6 +24,7 @@ from t5accel.errors import GateError, InputError
 from t5accel.graphs.export_folder import require_free
 from t5accel.graphs.manifest import Manifest
 from t5accel.metrics import ROW_SCORES, floor_warning
+from t5accel.models.prefixes import Languages
 from t5accel.precision.convert import as_integer_recipe, write_integers
 from t5accel.precision.integers import Ranges
 from t5accel.precision.recipes import Recipe, Scheme
@@ -181,8 +182,8 @@ def text_score(
 ) -> Score:
     """A function from the folder of an export to the score of its greedy outputs, ``{metric: score}``.
 
-    An output is cut at twice the tokens of the longest target. Raises ``InputError`` for an unknown metric or a wrong
-    row, ``MissingPackageError`` if the metric's package is not installed.
+    An output is cut at twice the tokens of the longest target. Raises ``InputError`` for an unknown metric, a wrong row
+    and outputs of no known language, ``MissingPackageError`` if the metric's package is not installed.
 
     Args:
         rows: dicts ``{"source", "target"}``, T5's prefix included in the source, or a JSON Lines file of such rows.
@@ -193,6 +194,9 @@ def text_score(
 
     def score(folder: str | os.PathLike[str]) -> dict[str, float]:
         backend, tokenizer = open_for_scores(folder, threads), tokenizer_of(folder)
+        languages, first = Languages(tokenizer).ids.values(), backend.rules.forced_bos_token_id
+        if languages and first is None and backend.decoder_start_token_id not in languages:
+            raise InputError(f"{folder} must name its outputs' language: export it with a forced_bos_token_id.")
         return row_scores(backend, tokenizer, examples, [metric], batch_size=batch_size, progress=progress)
 
     return score
@@ -220,12 +224,13 @@ def row_scores(
 ) -> dict[str, float]:
     """The scores of a backend's outputs for these rows, by metric.
 
-    An output has at most ``max_new_tokens``, by default twice the tokens of the longest target.
+    An output has at most ``max_new_tokens``, by default twice the tokens of the longest target, if the model can.
     """
     sources, targets = [source for source, _ in examples], [[target] for _, target in examples]
     if max_new_tokens is None:
         mask = tokenizer([target for (target,) in targets], return_tensors="np", padding=True)["attention_mask"]
-        max_new_tokens = 2 * int(mask.sum(axis=1).max())
+        longest = 2 * int(mask.sum(axis=1).max())
+        max_new_tokens = min(longest, getattr(backend, "positions", None) or longest)
     with machine.progress_bar(shown=progress, total=len(sources), desc="scoring", unit="row") as bar:
         outputs = generate_texts(
             backend, tokenizer, sources, max_new_tokens=max_new_tokens, num_beams=beams, batch_size=batch_size,

@@ -72,7 +72,6 @@ class Recipe:
     head: Scheme | None = None
     embedding: Scheme | None = None  # stored once with a tied head of the same "weight-only" scheme
     overrides: tuple[tuple[str, Scheme | None], ...] = ()
-    kept: tuple[str, ...] = ()  # groups that fp16 leaves in fp32
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.+-]{1,60}", self.name):
@@ -84,9 +83,7 @@ class Recipe:
                 raise InputError(f"{name} must be a Scheme or None, got {getattr(self, name)!r:.80}.")
         if not isinstance(self.overrides, tuple) or not all(_is_override(pair) for pair in self.overrides):
             raise InputError(f"overrides must be a tuple of (group, Scheme or None), got {self.overrides!r:.200}.")
-        if not isinstance(self.kept, tuple):
-            raise InputError(f"kept must be a tuple of groups, got {self.kept!r:.80}.")
-        groups = [*(group for group, _ in self.overrides), *self.kept]
+        groups = [group for group, _ in self.overrides]
         if bad := [group for group in groups if not isinstance(group, str) or not _GROUP.fullmatch(group)]:
             raise InputError(f"A group of weights must be like decoder.0.wo, lm_head or embedding, got {bad[0]!r}.")
         embedding = self.scheme(EMBEDDING, "encoder")
@@ -135,7 +132,8 @@ class Recipe:
         return {**json.loads(json.dumps(self._written())), "hash": self.hash}  # lists, as they are read again
 
     def _written(self) -> dict[str, Any]:
-        return {_WRITTEN.get(name, name): value for name, value in asdict(self).items()}
+        written = {_WRITTEN.get(name, name): value for name, value in asdict(self).items()}
+        return written | {"kept": ()}  # a field of before, which is in every hash
 
 
 def recipe_from_json(content: Mapping[str, Any]) -> Recipe:
@@ -145,7 +143,6 @@ def recipe_from_json(content: Mapping[str, Any]) -> Recipe:
     for name in ("encoder", "decoder", "head", "embedding"):
         known[name] = _scheme(known.get(name))
     known["overrides"] = tuple((group, _scheme(scheme)) for group, scheme in known.get("overrides", ()))
-    known["kept"] = tuple(known.get("kept", ()))
     return Recipe(**known)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 import traceback
@@ -24,7 +25,7 @@ from t5accel.serve.monitoring import log
 from t5accel.serve.request import RequestHandle
 from t5accel.serve.scheduler import ENDS
 from t5accel.serve.schemas import Completion, Generate
-from t5accel.serve.service import Service, TextService
+from t5accel.serve.service import Service, TextService, disconnected
 from t5accel.serve.settings import Settings
 
 VERSION = getattr(sys.modules["t5accel"], "__version__", "unknown")  # not imported: the package stands above
@@ -59,9 +60,17 @@ def _refusal(error: BaseException, *, openai: bool = False) -> Response:
     return error_response(error, openai=openai)
 
 
-async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool], str]) -> Response:
-    """Server-sent events; a failure before the first has its own status."""
-    first = await anext(pieces)
+async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool], str], request: Request) -> Response:
+    """Server-sent events; a failure before the first has its own status, and a client may leave before it."""
+    begun, gone = (asyncio.ensure_future(one) for one in (anext(pieces), disconnected(request.receive)))
+    try:
+        await asyncio.wait([begun, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not begun.done():
+            raise ConnectionResetError
+        first = begun.result()
+    finally:
+        begun.cancel()  # which ends the pieces, and so cancels the handles
+        gone.cancel()
 
     async def body() -> AsyncIterator[str]:
         try:
@@ -182,11 +191,6 @@ def add_get_routes(app: FastAPI) -> None:
         }
         return JSONResponse(load, 200 if is_ready else 503)
 
-    @get("/version", shape=schemas.Version)
-    async def version() -> Any:
-        """The version of t5accel."""
-        return {"version": VERSION}
-
     @get("/", shape=schemas.About)
     async def about() -> Any:
         """What this server is, and its routes."""
@@ -237,12 +241,12 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
                     event["timings"] = _timings(handle)
                 return _event(event)
 
-            return await _streamed(service.pieces(handles, asked), events)
+            return await _streamed(service.pieces(handles, asked), events, request)
         await service.wait(handles, request)
         answers = [
             {
                 "texts": await service.texts(handle.answers, asked),
-                "scores": [answer.score for answer in handle.answers],
+                "scores": [None if answer.score == -math.inf else answer.score for answer in handle.answers],
                 "tokens": [len(answer.tokens) for answer in handle.answers],
                 "ended": [answer.ended for answer in handle.answers],
                 "source_tokens": len(handle.request.input_ids),
@@ -258,7 +262,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
     async def completions(asked: Completion, request: Request) -> Response:
         require_model(asked.model, name)
         wanted = asked.generate()
-        handles = await service.submit(wanted)
+        handles = await service.submit(wanted, new_tokens=16)
         content: dict[str, Any] = {
             "id": f"cmpl-{service.started_s}-{handles[0].number}",
             "object": "text_completion",
@@ -290,7 +294,7 @@ def make_app(backend: Backend, tokenizer: Any, settings: Settings) -> FastAPI:
                     text += DONE
                 return text
 
-            return await _streamed(service.pieces(handles, wanted), events)
+            return await _streamed(service.pieces(handles, wanted), events, request)
         await service.wait(handles, request)
         answers = [answer for handle in handles for answer in handle.answers]
         both = zip(await service.texts(answers, wanted), answers, strict=True)

@@ -36,11 +36,6 @@ class Engine(StrEnum):
     ray = "ray"
 
 
-def _local_without_address(engine: Engine | None, address: str | None) -> None:
-    if address is not None and engine != Engine.ray:
-        raise InputError(f"--address {address} is for Ray, and the engine is local. Give --engine ray.")
-
-
 class SettingsCommand(TyperCommand):
     """A command with one option for each field of the server's `Settings`."""
 
@@ -101,7 +96,6 @@ def serve(context: typer.Context) -> None:
     except ValidationError as error:
         found = error.errors()[0]
         raise InputError(f"{found['loc'][0]} is {found['input']!r:.80}: {found['msg']}.") from error
-    _local_without_address(settings.engine, settings.address)
     (ray_router if settings.engine == Engine.ray else server).serve(settings)
 
 
@@ -147,8 +141,9 @@ def batch(
         str | None, typer.Option(help="The address of a Ray cluster. Default: one that is started on this machine.")
     ] = None,
     stuck_s: Annotated[
-        float, typer.Option(help="End the job if no actor of Ray was heard of for this many seconds.")
-    ] = 600.0,
+        float | None,
+        typer.Option(help="End the job if no actor of Ray was heard of for this many seconds. Default: 600."),
+    ] = None,
 ) -> None:
     """Answer every row of files; killed at any moment, the same command goes on.
 
@@ -157,7 +152,9 @@ def batch(
     from t5accel.serve.batch.job import Model, Settings, in_this_process, run
     from t5accel.serve.ray_batch import on_ray
 
-    _local_without_address(engine, address)
+    of_ray = {name: value for name, value in (("address", address), ("stuck_s", stuck_s)) if value is not None}
+    for name in of_ray if engine == Engine.local else ():
+        raise InputError(f"{name} is for engine ray, and the engine is local. Give --engine ray, or leave it out.")
     if (out is None) == (folder is None):
         raise InputError("batch needs one folder for the answers. Give --out FOLDER.")
     out = out or folder
@@ -175,7 +172,7 @@ def batch(
         forced_bos_token=forced_bos,
         skip_special_tokens=not keep_special_tokens,
     )
-    chosen = partial(on_ray, address=address, stuck_s=stuck_s) if engine == Engine.ray else in_this_process
+    chosen = partial(on_ray, **of_ray) if engine == Engine.ray else in_this_process
     runs = Model(model, precision and precision.value, threads)
     with kept(f"Finished files of answers are kept in {out}; the same command goes on."):
         done, before = run(given, out, runs, settings, engine=chosen, progress=True)

@@ -55,7 +55,6 @@ class DeviceRunningBatch:
         self.encoder = self._device = backend.in_flight()
         self.parts: list[RunningSequence] = []
         self.rows, self.steps, self.tokens = 0, 1, 0
-        self.logit_steps = self.token_steps = 0
         self._positions = getattr(backend, "positions", None) or math.inf
         self._clock, self._step_s = clock, 0.0
         self._table = np.tile(IDLE, 0)
@@ -105,6 +104,7 @@ class DeviceRunningBatch:
         began = self._clock()
         found = self._device.run(self._table[:SOURCE], count, tuple(zip(*forced, strict=True)) or ((), ()))
         self._update_step_time((self._clock() - began) / count)
+        logits = self._device.logits(np.concatenate([part.rows for part in others])) if others else None  # may raise
         self._table[LENGTH, self._table[SOURCE] > 0] += count
         self.steps, self.tokens = count, 0
         self._table[TOKEN] = found[:, -1]
@@ -121,16 +121,12 @@ class DeviceRunningBatch:
                 part.error = error
             self.tokens += before - part.writer.missing
         if others:
-            self._advance(others)
-            self.logit_steps += 1
-        else:
-            self.token_steps += count
+            self._advance(others, logits)
         return [part for part in self.parts if part.writer.is_done or part.error is not None]
 
-    def _advance(self, parts: Sequence[RunningSequence]) -> None:
-        rows = np.concatenate([part.rows for part in parts])
-        self.tokens += rows.size
-        logits, order = self._device.logits(rows), np.arange(self._table.shape[1])
+    def _advance(self, parts: Sequence[RunningSequence], logits: np.ndarray) -> None:
+        self.tokens += len(logits)
+        order = np.arange(self._table.shape[1])
         for part in parts:
             part_logits, logits = logits[: part.rows.size], logits[part.rows.size :]
             try:

@@ -22,6 +22,7 @@ from t5accel.serve.app import add_get_routes, empty_app, post, require_model
 from t5accel.serve.batch.generate import padded
 from t5accel.serve.middleware import HTTPError
 from t5accel.serve.monitoring import log
+from t5accel.serve.scheduler import LONGEST_RETRY_S
 from t5accel.serve.schemas import Asked, unsupported
 from t5accel.serve.service import CHARACTERS, TextService, disconnected
 from t5accel.serve.settings import Settings
@@ -29,7 +30,6 @@ from t5accel.tokenization import tokenize
 
 SIMILAR = 2  # times that the longest text of a batch may be as long as the shortest
 SHORT = 16  # tokens: shorter texts count as so long
-LONGEST_RETRY_S = 120
 
 
 class Embeddings(Asked):
@@ -130,6 +130,7 @@ class EmbeddingService(TextService):
         if self._work is None or self._work.done():
             self._work = self.loop.create_task(self._serve())
         started, done = time.monotonic(), asyncio.gather(*futures)
+        done.add_done_callback(lambda one: one.cancelled() or one.exception())  # nobody may wait for it any more
         gone = self.loop.create_task(disconnected(request.receive))
         deadline_s = self.settings.deadline_s if asked.deadline_s is None else asked.deadline_s
         try:

@@ -110,6 +110,7 @@ class RequestLimits:
             pass  # the client has gone
         finally:
             passed = (time.perf_counter() - started) * 1e3
+            told = open_log if 400 <= status < 500 else told  # refusals cost a client nothing
             is_probe = 0 < status < 400 and scope["path"] in (*HEALTH, "/metrics")
             level = logging.DEBUG if is_probe else logging.INFO
             told.log(level, "%s %s %s %.0f ms", scope["method"][:8], _route(scope), status or "cut off", passed)

@@ -18,7 +18,7 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 Form = Literal["text", "json"]
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 log = logging.getLogger("t5accel.serve")
-open_log = logging.getLogger("t5accel.serve.open")  # requests that need no key: few lines a second
+open_log = logging.getLogger("t5accel.serve.open")  # refusals, and requests without a key: few lines a second
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TIMES = {

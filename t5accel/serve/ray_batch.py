@@ -138,7 +138,7 @@ def on_ray(
     for ever. Raises also as `connected` and `process_shard`.
     """
     del answer  # an actor opens its own
-    if not is_number(stuck_s) or stuck_s <= 0:
+    if not is_number(stuck_s) or not stuck_s > 0:
         raise InputError(f"stuck_s must be seconds above 0, got {stuck_s!r}.")
     if not pending:
         return

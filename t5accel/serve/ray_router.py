@@ -10,11 +10,12 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
-from t5accel.errors import ClusterError, EngineError, InputError, QueueFullError, ShuttingDownError
+from t5accel.errors import ClusterError, DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serve.batch.job import Model
-from t5accel.serve.middleware import HTTPError, RequestLimits, error_response
+from t5accel.serve.middleware import HEALTH, HTTPError, RequestLimits, error_response
 from t5accel.serve.monitoring import Metrics, configure, log
 from t5accel.serve.ray_batch import connected, workers_for
 from t5accel.serve.server import bound, checked, create_app, run_server
@@ -22,10 +23,13 @@ from t5accel.serve.service import disconnected
 from t5accel.serve.settings import Settings
 
 Message = dict[str, Any]
+Ask = Callable[[Message, bytes], AsyncIterator[Message]]
 TRIES = 3  # a request that kills its replica must not kill all of them
 PAUSE_S = 0.2  # before a retry: others know by then that the replica is dead
 READY_S = 5.0  # for any replica to say that it is ready
-TRAVELS = ("method", "path", "raw_path", "query_string", "headers", "http_version")
+TRAVELS = ("method", "path", "raw_path", "query_string", "headers", "http_version", "server")
+ROUTES = {"/generate", "/v1/completions", "/v1/models", "/", "/docs", "/openapi.json", "/metrics", *HEALTH}
+TAKEN: Message = {"type": "taken"}  # a replica's first message
 
 
 class Replica:
@@ -35,7 +39,7 @@ class Replica:
     >>> async def ask(path: str) -> list[Message]:
     ...     return [message async for message in replica({"method": "GET", "path": path, "headers": []}, b"")]
     >>> [message.get("status") for message in asyncio.run(ask("/health/ready"))]
-    [200, None]
+    [None, 200, None]
     >>> replica.check_health()
     >>> replica.__del__()
     """
@@ -45,7 +49,8 @@ class Replica:
         self._service = self._app.state.service
 
     async def __call__(self, request: Message, body: bytes) -> AsyncIterator[Message]:
-        """Yield the application's ASGI messages; closing the iterator disconnects."""
+        """Yield `TAKEN` and the application's ASGI messages; closing the iterator disconnects."""
+        yield TAKEN
         self._service.loop = asyncio.get_running_loop()
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         given, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
@@ -86,18 +91,23 @@ class Router:
     """ASGI application that hands requests to replicas and retries lost ones.
 
     ``ask(request, body)`` yields the response's messages; it raises ``ReplicaLostError`` if the request may be retried.
+    Its first message must come within ``deadline_s`` seconds.
     """
 
     waiting = 0
 
-    def __init__(self, ask: Callable[[Message, bytes], AsyncIterator[Message]]):
-        self._ask, self._is_open = ask, True
+    def __init__(self, ask: Ask, deadline_s: float = 120.0):
+        self._ask, self._deadline_s, self._is_open = ask, deadline_s, True
+        self._limits: set[asyncio.Timeout] = set()
         self.running = 0
         self.metrics = Metrics()
 
     def drain(self, grace_s: float) -> None:
-        """Accept no more requests."""
+        """Accept no more requests; end unfinished ones after ``grace_s`` seconds."""
         self._is_open = False
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time() + grace_s)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -106,6 +116,8 @@ class Router:
             await send({"type": "lifespan.shutdown.complete"})
             return
         body = (await receive()).get("body", b"")  # whole: the middleware has read it
+        if scope["path"] in ROUTES:
+            scope["route"] = SimpleNamespace(path=scope["path"])
         if scope["path"] == "/health/live":
             await _say(send, 200, b'{"alive":true}')
         elif scope["path"] == "/metrics":
@@ -141,19 +153,26 @@ class Router:
             await asyncio.sleep(PAUSE_S * tried)
             messages = self._ask(request, body)
             try:
-                async for message in messages:
-                    if message["type"] == "http.response.start":
-                        began = message  # held back: with the first piece of a body it is sent
-                        continue
-                    if began:
-                        await send(began)
-                    began = {}
-                    await send(message)
-                    ended = not message.get("more_body", False)
+                async with asyncio.timeout(self._deadline_s) as limit:
+                    self._limits.add(limit)
+                    async for message in messages:
+                        if self._is_open and not limit.expired():
+                            limit.reschedule(None)  # a replica has it, and keeps its deadline
+                        if message["type"] == "http.response.start":
+                            began = message  # held back: with the first piece of a body it is sent
+                        elif message != TAKEN:
+                            if began:
+                                await send(began)
+                            began = {}
+                            await send(message)
+                            ended = not message.get("more_body", False)
                 return
-            except Exception as error:
+            except Exception as raised:
                 if ended:
                     return
+                late = DeadlineError(f"No replica has taken the request within {self._deadline_s:g} s.")
+                cut = late if self._is_open else ShuttingDownError("The server was shut down before the answer.")
+                error = cut if limit.expired() else raised
                 lost = isinstance(error, ReplicaLostError)
                 if lost:
                     log.warning("a replica was lost with a request to %s: %s", request["path"], error)
@@ -165,6 +184,7 @@ class Router:
                     await error_response(error)(scope, receive, send)
                     return
             finally:
+                self._limits.discard(limit)
                 await messages.aclose()
         await error_response(_lost())(scope, receive, send)
 
@@ -179,7 +199,7 @@ async def _say(send: Any, status: int, body: bytes, kind: bytes = b"application/
     await send({"type": "http.response.body", "body": body})
 
 
-def _asking(handle: Any, ray: Any) -> Callable[[Message, bytes], AsyncIterator[Message]]:
+def _asking(handle: Any, ray: Any) -> Ask:
     from ray.serve.exceptions import BackPressureError, RayServeException
 
     async def ask(request: Message, body: bytes) -> AsyncIterator[Message]:
@@ -238,7 +258,7 @@ def serve(settings: Settings) -> None:
             why = str(error).strip().partition("\n")[0]
             raise ClusterError(f"No replica could be started: {why:.300}") from error
         try:
-            front = Router(_asking(handle.options(stream=True), ray))
+            front = Router(_asking(handle.options(stream=True), ray), settings.deadline_s)
             run_server(RequestLimits(front, settings, front.metrics), front, settings, sockets)
         finally:
             serve.delete(name)

@@ -125,24 +125,29 @@ class BeamSequence:
             rules=rules,
             topk=continuations,
         )
+        self._answers: list[GenerationResult] = []
         self.is_done = False
 
     def advance(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Return from (K, V) logits the next tokens, and which rows they continue."""
         move = self._beams.advance(logits[None])
         if move is None:
+            self._answers = self._best()  # here, where an error is this request's alone
             self.is_done = True
             return np.full(self.rows, self._pad), None
         return move.tokens[0], None if move.rows is None else move.rows[0]
 
     def answers(self) -> list[GenerationResult]:
-        """The finished sequences, best first."""
+        """The finished sequences, best first; where the search found fewer, empty ones with score -inf."""
+        return self._answers
+
+    def _best(self) -> list[GenerationResult]:
         sequences, scores = self._beams.best(self._returned, pad_token_id=self._pad)
         found = []
         for row, score in zip(sequences.tolist(), scores.tolist(), strict=True):
             # A sequence without an end token has the full length, so none ends in padding.
-            tokens = truncate_at_eos(row, self._ends)
-            found.append(GenerationResult(tokens, tokens[-1] in self._ends, score))
+            tokens = truncate_at_eos(row, self._ends) if np.isfinite(score) else []
+            found.append(GenerationResult(tokens, bool(tokens) and tokens[-1] in self._ends, score))
         return found
 
 
@@ -198,7 +203,6 @@ class RunningBatch:
         self.encoder = backend
         self.parts: list[RunningSequence] = []
         self.steps, self.tokens = 1, 0  # of the last `step`; tokens of all rows
-        self.logit_steps = self.token_steps = 0  # steps that returned logits, and tokens only
         self._state: Any = None
         self._next = np.empty(0, dtype=np.int64)  # (R,) what each row reads
         self._ended = np.empty(0, dtype=np.int64)  # rows without a sequence, in order
@@ -274,10 +278,8 @@ class RunningBatch:
         suppressed = {part.writer.suppressed for part in greedy}
         if self._next_tokens and len(greedy) == len(self.parts) and len(suppressed) == 1:
             best = self._next_tokens(self._state, self._next[:, None, None], suppressed=suppressed.pop())[:, 0]
-            self.token_steps += 1
         else:
             logits = self.backend.step(self._state, self._next[:, None, None])[:, 0, -1]
-            self.logit_steps += 1
             for part in greedy:
                 if (tokens := part.writer.suppressed) is not None:
                     logits[part.rows, tokens] = -np.inf

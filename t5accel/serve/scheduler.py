@@ -100,7 +100,6 @@ class Scheduler:
         self.encoded = 0  # sources
         self.reused = 0  # sources found in the encoder cache
         self.failures = 0  # rounds in which the backend raised
-        self.longest_stall_s = 0.0  # the longest wait of running rows for new sources to be encoded
         self._began_s: float | None = None  # when the current step began
         self._thread = threading.Thread(target=self._run, name="t5accel-engine", daemon=True) if thread else None
         if self._thread:
@@ -299,7 +298,6 @@ class Scheduler:
         pause = min(stall / self.limits.prefill_share - stall, self.limits.max_prefill_stall_s)
         self._joins_from_s = started + stall + pause
         if were_running:
-            self.longest_stall_s = max(self.longest_stall_s, stall)
             self._observe("stall_s", stall)
 
     def _choose(self) -> list[RequestHandle]:
@@ -413,8 +411,8 @@ class Scheduler:
                 self.failures += 1
                 self._fail(handle, _engine_error(error))
             elif all(part.writer.is_done for part in parts):
-                del self._running[handle]
                 answers = [answer for part in parts for answer in part.writer.answers()]
+                del self._running[handle]
                 handle.finish(now, answers)
                 self._finished.append(now)
                 self._updates[handle.number] = handle
@@ -432,6 +430,8 @@ def _source_tokens(handle: RequestHandle) -> int:
 
 
 def _engine_error(error: BaseException) -> EngineError:
+    if isinstance(error, EngineError):  # our own, which quotes no text
+        return error
     found = EngineError(f"The engine failed: {type(error).__name__}.")
     found.__cause__ = error  # its message may quote the request's text
     return found

@@ -100,7 +100,7 @@ class Generate(_Common):
     """Generate answers to one or several texts, with every option of the engine."""
 
     text: str | list[str] = Field(description="One source with its prefix, or a list of them.")
-    max_new_tokens: int = 64
+    max_new_tokens: int | None = Field(None, description="Default: 64, or what server and model allow.")
     min_new_tokens: int | None = Field(None, description="Default: the value of the model's generation_config.")
     length_penalty: float | None = Field(None, description="For beams. Default: the model's.")
     early_stopping: bool | Literal["never"] | None = Field(None, description="For beams. Default: the model's.")
@@ -143,7 +143,7 @@ class Generate(_Common):
             seed=secrets.randbelow(2**31) if self.seed is None else self.seed,
             deadline_s=deadline_s if self.deadline_s is None else self.deadline_s,
             stopping_criterion=stopping_criterion,
-            **{name: getattr(self, name) for name in _HANDED_ON},
+            **{name: value for name in _HANDED_ON if (value := getattr(self, name)) is not None},
             **options,
         )
 
@@ -171,7 +171,7 @@ class Completion(_Common):
 
     model: str
     prompt: str | list[str] = Field(description="One source with its prefix, or a list of them.")
-    max_tokens: int | None = 16
+    max_tokens: int | None = Field(None, description="Default: 16, or what server and model allow.")
     temperature: float | None = Field(
         None, description="Left out or 0: the likeliest tokens, which differs from OpenAI's default."
     )
@@ -218,7 +218,9 @@ class TextAnswers(BaseModel):
     """The answers to one text; each list has num_return_sequences items, best first."""
 
     texts: list[str]
-    scores: list[float | None] = Field(description="Log-probability with the length penalty, for beams; else null.")
+    scores: list[float | None] = Field(
+        description="Log-probability with the length penalty; null without beams, or where they found no answer."
+    )
     tokens: list[int] = Field(description="Generated tokens.")
     ended: list[bool] = Field(description="True: by the end token or a stop text. False: cut at max_new_tokens.")
     source_tokens: int
@@ -304,16 +306,11 @@ class Ready(BaseModel):
     continuous: bool = Field(description="False: requests wait until the running batch has ended.")
 
 
-class Version(BaseModel):
-    """The version of t5accel."""
-
-    version: str
-
-
-class About(Version):
+class About(BaseModel):
     """What this server is, and its routes."""
 
     name: str
+    version: str
     model: str
     routes: list[str]
 

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import logging
+import math
 import os
 import re
 import socket
@@ -34,6 +35,7 @@ from t5accel.serve.monitoring import RateLimit, configure, log, open_log
 from t5accel.serve.settings import EMBED_PRECISIONS, OF_TASK, Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; others stay in our memory
+SLOWEST = 1024  # bytes a second: a client that reads less does not read
 RESERVE = 32  # connections beyond the limit, which get answers about health alone
 BACKLOG = 100  # connections that the system keeps until they are accepted; CPython accepts as many at once
 OTHER_FILES = 64  # of the interpreter, the model, the log
@@ -160,7 +162,15 @@ class TimeoutH11Protocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self._unread or self.loop.call_later(self.write_timeout_s, self.transport.abort)
+        if self._unread is None:
+            self._watch_reader()
+
+    def _watch_reader(self, before: float = math.inf) -> None:
+        left = self.transport.get_write_buffer_size()
+        if before - left < SLOWEST * self.write_timeout_s:
+            self.transport.abort()
+        else:
+            self._unread = self.loop.call_later(self.write_timeout_s, self._watch_reader, left)
 
     def resume_writing(self) -> None:
         if self._unread is not None:
@@ -245,6 +255,9 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
         for name in names:
             if task != settings.task and getattr(settings, name) != Settings.model_fields[name].default:
                 raise InputError(f"{name} is for task {task}, and the task is {settings.task}. Leave it out.")
+    for name in ("address", "replicas", "replicas_min"):
+        if settings.engine != "ray" and getattr(settings, name) != Settings.model_fields[name].default:
+            raise InputError(f"{name} is for engine ray, and the engine is local. Give --engine ray, or leave it out.")
     if settings.task == "generate":
         recipe = as_recipe(settings.precision or "fp32")
         needs_unbatched_encoding(recipe)
@@ -345,7 +358,7 @@ def create_app(settings: Settings) -> FastAPI:
             raise InputError(f"{settings.model} has no tokenizer: a server of texts needs one beside the model.")
         app = make_app(backend, tokenizer, settings)
     sys.setswitchinterval(SWITCH_S)
-    log.info("%s by %s, %s", settings.model, what, app.state.service.scheduler.static_reason or "running batches")
+    log.info("%s by %s, %s", settings.public_name, what, app.state.service.scheduler.static_reason or "running batches")
     return app
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,10 @@ class Service(TextService):
         self.backend, self.languages = backend, Languages(tokenizer)
         self.rules = getattr(backend, "rules", NO_CONSTRAINTS)
         self.ends = self.rules.eos_tokens(backend.eos_token_id)
-        self.scheduler = Scheduler(backend, settings.limits, observe=self.metrics.observe, notify=self._notify)
+        own, positions = settings.limits, getattr(backend, "positions", None) or math.inf
+        read = min(own.source_tokens, getattr(backend, "max_source_tokens", None) or positions)
+        self.limits = replace(own, source_tokens=read, new_tokens=min(own.new_tokens, positions))
+        self.scheduler = Scheduler(backend, self.limits, observe=self.metrics.observe, notify=self._notify)
         self.metrics.watch(self.scheduler)
 
     def close(self) -> None:
@@ -78,14 +82,16 @@ class Service(TextService):
                 handle.next_event_at = now + EVENTS_S
             self.loop.call_soon_threadsafe(lambda: [handle.listener() for handle in due if handle.listener])
 
-    async def submit(self, asked: Generate) -> list[RequestHandle]:
+    async def submit(self, asked: Generate, new_tokens: int = 64) -> list[RequestHandle]:
         """Return a handle for each text; refuse bad requests before tokenization."""
+        if asked.max_new_tokens is None:  # what server and model allow
+            asked = asked.model_copy(update={"max_new_tokens": min(new_tokens, self.limits.new_tokens)})
         prefix = self.settings.prefix if asked.prefix is None else asked.prefix
         texts = self.texts_with(prefix, asked.text, "text")
         stops = self._stops(asked)
         first = self.languages.target(self.backend, asked.tgt_lang, asked.forced_bos_token)
         language = None if asked.src_lang is None else self.languages.source(asked.src_lang)
-        most = CHARACTERS * self.settings.max_source_tokens
+        most = CHARACTERS * self.limits.source_tokens
         longest = max(map(len, texts))
         if longest > most and not asked.truncate:
             raise _too_long(f"A text has {longest} characters, and {most} are allowed")
@@ -103,7 +109,7 @@ class Service(TextService):
         return handles
 
     def _tokens(self, text: str, truncate: bool, language: int | None = None) -> list[int]:
-        most, batch = self.settings.max_source_tokens, self.tokenizer([text], return_tensors="np", padding=True)
+        most, batch = self.limits.source_tokens, self.tokenizer([text], return_tensors="np", padding=True)
         ids, mask = batch["input_ids"], batch["attention_mask"]
         if language is not None:
             ids = self.languages.set_language(ids, mask, language)
@@ -174,6 +180,8 @@ class Service(TextService):
                         yield index, piece, stream.is_done
                     if stream.is_done:
                         del streams[index]
+                        if self.settings.log_texts:
+                            await self.texts(handles[index].answers, asked)
                 if streams:
                     await news.wait()
                     news.clear()

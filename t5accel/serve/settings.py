@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     header_timeout_s: float = Field(10.0, gt=0, description="Seconds within which a request's head must arrive.")
     body_timeout_s: float = Field(10.0, gt=0, description="Seconds within which a request's body must arrive.")
     write_timeout_s: float = Field(
-        10.0, gt=0, description="Close the connection if the client stops reading for this many seconds."
+        10.0, gt=0, description="Close the connection if the client reads less than 1 kB/s for this many seconds."
     )
     deadline_s: float = Field(
         120.0, gt=0, lt=1e9, description="Deadline in seconds of requests that do not set their own."

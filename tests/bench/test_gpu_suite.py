@@ -398,6 +398,17 @@ def test_what_failed_is_tried_again_after_all_others(toy: str, tmp_path: Path, m
     assert begun == ["one", "two", "one"], "what is measured is not measured again"
 
 
+def test_draws_that_failed_are_tried_again(toy: str, tmp_path: Path, monkeypatch) -> None:
+    """Although their own row says that they are not equal. And a folder may be new."""
+    one = cell(toy, "draws", batch=1, new_tokens=3, systems=(THEIR_DRAWS, DRAWN))
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "sample", raising(RuntimeError("out of memory")))
+        rows, _ = run(tmp_path / "results", [one])
+    assert [row["failed"] for row in rows] == ["RuntimeError: out of memory"]
+    rows, _ = run(tmp_path / "results", [one])
+    assert not [row for row in rows if "failed" in row] and (tmp_path / "results" / "gpu-none.json").is_file()
+
+
 @pytest.mark.long
 def test_what_fails_again_for_the_same_reason_is_not_measured_again(toy: str, tmp_path: Path, monkeypatch) -> None:
     path, cells = tmp_path / "rows.json", [cell(toy, "equality"), cell(toy)]

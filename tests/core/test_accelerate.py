@@ -79,6 +79,7 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     assert accelerate(tiny_t5(), runtime="openvino", progress=False).backend.openvino
     export_model(tiny_t5(), tmp_path / "export")
     refused(partial(accelerate, tmp_path / "export"), "runtime", "torch", match="this folder is an export")
+    refused(partial(accelerate, tmp_path / "export"), "precision", "bf16", match="export|weights|loaded")
     (tmp_path / "export" / "decoder.onnx").write_bytes(b"cut")
     damaged = r"decoder\.onnx has 3 bytes.*Export again"
     refused(accelerate, "model", tmp_path / "export", match=damaged, error=ExportError)
@@ -171,8 +172,20 @@ def test_stop_strings_of_a_model_end_its_answers(mini, saved) -> None:
     batch = tokenizer([TEXT], return_tensors="pt")
     whole = model.generate(**batch, max_new_tokens=20)
     model.generation_config.stop_strings = [tokenizer.decode(whole[0, 2:4])]
-    expected = model.generate(**batch, max_new_tokens=20, tokenizer=tokenizer)
-    assert expected.shape[1] < whole.shape[1]
+    expected = whole[:, :4]  # transformers 4.57 hands the tokenizer on to a T5, which does not take it
     backend = open_backend(saved(model), progress=False)[0]
     found = by_defaults(backend, max_new_tokens=20)(batch["input_ids"].numpy(), batch["attention_mask"].numpy())
     assert found.tolist() == expected[:, 1:].tolist()
+
+
+def test_without_transformers_a_tokenizer_of_its_own_says_what_to_install(tmp_path) -> None:
+    for name in ("config.json", "source.spm", "target.spm", "vocab.json"):  # as Marian has it
+        (tmp_path / name).write_text("{}")
+    program = (
+        "import sys\nsys.modules['transformers'] = sys.modules['torch'] = None\n"
+        "from t5accel.errors import MissingPackageError\nfrom t5accel.tokenization import tokenizer_of\n"
+        "try:\n    tokenizer_of(sys.argv[1])\nexcept MissingPackageError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert answer == f"The tokenizer of {tmp_path} needs transformers: {install('cpu')}.\n"

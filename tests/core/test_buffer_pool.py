@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 
-from bench.baselines.ort_iobinding import OrtBound
 from t5accel.backends import ort_memory
 from t5accel.backends.ort_memory import BufferPool, ScratchBuffer
 from t5accel.backends.ort_numpy import OrtNumpy
@@ -84,16 +83,15 @@ def test_rows_are_gathered_into_memory_that_the_step_before_used():
     assert all((new == old[index]).all() for new, old in zip(twice, before, strict=True))
 
 
-@pytest.mark.parametrize("kind", [OrtNumpy, OrtBound])
-def test_a_source_keeps_its_numbers_while_others_are_encoded(kind, exported, monkeypatch):
+def test_a_source_keeps_its_numbers_while_others_are_encoded(exported, monkeypatch):
     monkeypatch.setattr(ort_memory, "SLICE_TOKENS", 8)  # so that small batches are sliced
-    backend, rng = kind(exported("deeper-decoder")), np.random.default_rng(0)
+    backend, rng = OrtNumpy(exported("deeper-decoder")), np.random.default_rng(0)
     batches = [rng.integers(3, backend.vocab_size, (4, 6)) for _ in range(3)]
     sources = [backend.encode(ids, np.ones_like(ids)) for ids in batches]  # all of them are held
     copies = [{name: np.array(backend._array(held)) for name, held in source.inputs.items()} for source in sources]
     backend.encode(batches[0][::-1].copy(), np.ones_like(batches[0]))
     for ids, source, copied in zip(batches, sources, copies, strict=True):
-        alone = kind(backend.folder).encode(ids, np.ones_like(ids))
+        alone = OrtNumpy(backend.folder).encode(ids, np.ones_like(ids))
         for name, expected in alone.inputs.items():
             np.testing.assert_array_equal(backend._array(source.inputs[name]), copied[name])
             np.testing.assert_array_equal(backend._array(expected), copied[name])

@@ -19,12 +19,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from programs import Watched
 from refused import refused
-from test_encoder_cache import in_threads
 from test_greedy_search import check_equals_generate
 
 from bench.baselines.optimized_export import optimized_graph
 from bench.baselines.ort_iobinding import OrtBound
-from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_cuda import OrtPointers
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
@@ -39,14 +37,13 @@ from t5accel.decoding.certified_argmax import (
 )
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import argmax_tokens, greedy
-from t5accel.errors import ExportError, InputError
+from t5accel.errors import ExportError
 from t5accel.graphs import shortlist_head as graphs_shortlist
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import (
     DECODER,
     MANIFEST,
     SHORTLIST,
-    WEIGHTS,
     shortlist_spec,
 )
 from t5accel.graphs.export import export_model
@@ -60,7 +57,6 @@ from t5accel.models.sizes import T5Dims
 
 ONE_THREAD = SessionSettings(threads=1)
 WITHOUT = SessionSettings(threads=1, shortlist=False)
-RUNTIMES = [OrtNumpy, OrtBound]
 
 
 # Both heads without a model
@@ -169,7 +165,7 @@ def tiny(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
 MAKERS = [gaussian, scaled_rows, outliers, twins, one_enormous, tiny]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(
     seed=st.integers(0, 2**32 - 1), sizes=st.tuples(st.integers(1, 400), st.integers(1, 48), st.integers(1, 4)),
     makers=st.tuples(st.sampled_from(MAKERS), st.sampled_from(MAKERS)), data=st.data(),
@@ -253,21 +249,20 @@ def test_the_bound_is_as_tight_as_it_can_be() -> None:
     assert check(heads, hidden).tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        pytest.param(lambda head, norm, error: error_bound(head, norm, error) / 2, id="half of it"),
-        pytest.param(lambda head, norm, error: 1e-3, id="a constant"),
-        pytest.param(lambda head, norm, error: head.largest_row * error + 1e-3, id="the head's own error forgotten"),
-    ],
-)
-def test_a_broken_bound_is_caught(monkeypatch, broken: Callable[..., float]) -> None:
-    monkeypatch.setattr(shortlist, "error_bound", broken)
+BROKEN: dict[str, Callable[..., float]] = {
+    "half of it": lambda head, norm, error: error_bound(head, norm, error) / 2,
+    "the head's own error forgotten": lambda head, norm, error: head.largest_row * error + 1e-3,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_bound_is_caught(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(shortlist, "error_bound", BROKEN[name])
     with pytest.raises(AssertionError, match="Mismatched elements"):
         check(*underrated())
 
 
-def test_the_bias_decides_and_forgetting_it_is_caught(monkeypatch) -> None:
+def test_the_bias_decides() -> None:
     """A token wins by its bias alone. What a sum may round away decides nothing."""
     rng = np.random.default_rng(6)
     rows, hidden = gaussian(rng, 300, 64), gaussian(rng, 1, 64)
@@ -278,35 +273,10 @@ def test_the_bias_decides_and_forgetting_it_is_caught(monkeypatch) -> None:
     assert check(Heads(rows, bias), hidden) is None
     bias[6] = 101
     assert check(Heads(rows, bias), hidden).tolist() == [6]
-    small = Heads(rows, gaussian(rng, 300) * np.float32(0.1))
-    hidden = gaussian(rng, 50, 64)
-    assert check(small, hidden) is not None
-    monkeypatch.setattr(OutputHead, "logits", lambda head, tokens, products: products)
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        check(small, hidden)
-
-
-def test_a_bound_without_the_bias_is_caught(monkeypatch) -> None:
-    """Where all have one of a thousand, logits are rounded far more coarsely than products are."""
-    rng = np.random.default_rng(7)
-    rows = gaussian(rng, 1, 16) + gaussian(rng, 200, 16) * np.float32(1e-5)
-    bias, hidden = np.full(200, 1e3, np.float32), gaussian(rng, 1, 16)
-    assert check(Heads(rows, bias), hidden) is None
-    monkeypatch.setattr(OutputHead, "largest_bias", 0.0)
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        check(Heads(rows, bias), hidden)
-
-
-def test_a_bound_without_the_hidden_states_error_is_caught(monkeypatch) -> None:
-    """Its one large number makes all others vanish, and these are what token 0 has."""
-    rows = np.zeros((2, 64), dtype=np.float32)
-    rows[0, 1:], rows[1, 0] = 1, 0.01
-    heads, hidden = Heads(rows), np.full((1, 64), 1.9, dtype=np.float32)
-    hidden[0, 0] = 1000
-    assert check(heads, hidden) in (None, np.array([0]))
-    monkeypatch.setattr(shortlist, "error_bound", lambda head, norm, error: head.largest_error * norm + 1e-3)
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        check(heads, hidden)
+    assert check(Heads(rows, gaussian(rng, 300) * np.float32(0.1)), gaussian(rng, 50, 64)) is not None
+    even = gaussian(rng, 1, 16) + gaussian(rng, 200, 16) * np.float32(1e-5)
+    large = np.full(200, 1e3, np.float32)  # where logits are rounded far more coarsely than products are
+    assert check(Heads(even, large), gaussian(rng, 1, 16)) is None
 
 
 def test_wrong_approximate_logits_are_noticed() -> None:
@@ -379,11 +349,6 @@ def opened(opened) -> Callable[..., OrtNumpy]:
     return partial(opened, shortlist=True)
 
 
-@pytest.fixture(scope="module", params=RUNTIMES, ids=lambda runtime: runtime.__name__)
-def runtime(request: pytest.FixtureRequest) -> type[OrtNumpy]:
-    return request.param
-
-
 @pytest.fixture
 def own(shortlisted) -> OrtNumpy:
     """A backend that the test may patch, or count on."""
@@ -419,69 +384,36 @@ def test_the_export_cache_adds_a_shortlist_to_large_heads(tiny_t5, tmp_path: Pat
     assert read_manifest(folder).shortlist and OrtNumpy(folder, settings=ONE_THREAD).shortlist
 
 
-SOME = {"offset": 0, "shape": [300, 32], "dtype": "float32"}
-WRONG: list[Any] = [
-    None, 5, {"rows": None}, {"rows": {}}, {"rows": {**SOME, "offset": -1}}, {"rows": {**SOME, "offset": 10**9}},
-    {"rows": {**SOME, "shape": []}}, {"inputs": []}, {"outputs": [{}]}, {"inputs": None},
-]  # fmt: skip
-
-
-def test_a_damaged_manifest_entry_is_refused(shortlisted, tmp_path: Path) -> None:
-    for path in shortlisted().iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    content = json.loads((tmp_path / MANIFEST).read_text())
-    (tmp_path / MANIFEST).unlink()  # the link
-    for wrong in WRONG:
-        entry = {**content["shortlist"], **wrong} if isinstance(wrong, dict) else wrong
-        write_manifest(tmp_path, content | {"shortlist": entry})
-        with pytest.raises(ExportError, match="damaged"):
-            read_manifest(tmp_path, verify=False)
-
-
-def test_an_export_with_a_shortlist_is_kept_copied_and_replaced(tiny_t5, tmp_path: Path) -> None:
-    folder = tmp_path / "export"
-    first = export_model(tiny_t5(), folder, shortlist=True)
-    written = (folder / SHORTLIST).stat().st_mtime_ns
-    assert export_model(tiny_t5(), folder, shortlist=True) == first
-    assert (folder / SHORTLIST).stat().st_mtime_ns == written
-    AcceleratedT5.from_pretrained(folder, settings=ONE_THREAD).save_pretrained(tmp_path / "copy")
-    assert read_manifest(tmp_path / "copy").shortlist == first.shortlist
-    with pytest.raises(ExportError, match="another export"):
-        export_model(tiny_t5(), folder, external_threshold_bytes=0)
-    assert SHORTLIST not in export_model(tiny_t5(), folder, external_threshold_bytes=0, overwrite=True).files
-    assert SHORTLIST in export_model(tiny_t5(), folder, shortlist=True, overwrite=True).files
-
-
-@pytest.mark.parametrize("name", [SHORTLIST, DECODER, WEIGHTS])
-def test_an_altered_file_is_noticed_when_it_is_opened(shortlisted, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("wrong", [
+    {"rows": None}, {"rows": {}}, {"rows": dict(offset=-1, shape=[300, 32], dtype="float32")},
+    {"rows": dict(offset=10**9, shape=[300, 32], dtype="float32")},
+    {"rows": dict(offset=0, shape=[], dtype="float32")}, {"inputs": []}, {"inputs": None}, {"outputs": [{}]},
+], ids=str)  # fmt: skip
+def test_a_damaged_manifest_entry_is_refused(shortlisted, tmp_path: Path, wrong: dict[str, Any]) -> None:
     folder = shutil.copytree(shortlisted(), tmp_path / "copy")
-    data = bytearray((folder / name).read_bytes())
-    data[len(data) // 2] ^= 1
-    (folder / name).write_bytes(data)
-    with pytest.raises(ExportError, match=f"{name} was altered"):
-        OrtNumpy(folder, settings=ONE_THREAD)
-    (folder / name).unlink()
-    with pytest.raises(ExportError, match=f"{name} is missing"):
-        OrtNumpy(folder, settings=ONE_THREAD)
+    content = json.loads((folder / MANIFEST).read_text())
+    write_manifest(folder, content | {"shortlist": content["shortlist"] | wrong})
+    with pytest.raises(ExportError, match="damaged"):
+        read_manifest(folder, verify=False)
 
 
 # Equal tokens
 
 
-def test_greedy_equals_generate_where_rows_end_early(runtime, tiny_t5, shortlisted, ending, padded_batch) -> None:
+def test_greedy_equals_generate_where_rows_end_early(tiny_t5, shortlisted, ending, padded_batch) -> None:
     sizes = ending()
-    backend = runtime(shortlisted(**sizes), settings=ONE_THREAD)
+    backend = OrtNumpy(shortlisted(**sizes), settings=ONE_THREAD)
     for shortest in (0, 5):
         check_equals_generate(backend, tiny_t5(**sizes), *padded_batch, max_new_tokens=14, min_new_tokens=shortest)
     assert backend.shortlist.fallbacks <= backend.shortlist.steps / 10
 
 
-Operation = tuple[str, int]
 operations = st.tuples(
     st.sampled_from(["step", "next", "next", "rollback", "reorder", "select_sources"]), st.integers(0, 2**16)
 )
 
 
+@pytest.mark.parametrize("runtime", [OrtNumpy, OrtBound])
 @settings(deadline=None, max_examples=30)
 @given(
     program=st.lists(operations, max_size=8), rows=st.integers(1, 3), kind=st.sampled_from(["deeper-decoder", "umt5"])
@@ -535,21 +467,21 @@ def test_large_batches_use_the_exact_head(own, padded_batch) -> None:
     assert steps_of(own, single, most) == 1 and steps_of(own, single, most + 1) == 0
 
 
-HARD: dict[str, Callable[[torch.Tensor], Any]] = {
-    "every row twice": lambda weight: weight[150:].copy_(weight[:150]),
-    "zero": lambda weight: weight.zero_(),
-    "one enormous row": lambda weight: weight[222].mul_(1e5),
-    "one enormous dimension": lambda weight: weight[:, 5].mul_(1e4),
-    "one sign": lambda weight: weight.abs_(),
+HARD: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
+    "every row twice": ("deeper-decoder", lambda weight: weight[150:].copy_(weight[:150])),
+    "zero": ("gated-untied", lambda weight: weight.zero_()),
+    "one enormous row": ("deeper-decoder", lambda weight: weight[222].mul_(1e5)),
+    "one enormous dimension": ("gated-untied", lambda weight: weight[:, 5].mul_(1e4)),
+    "one sign": ("deeper-decoder", lambda weight: weight.abs_()),
 }
 
 
 @pytest.mark.parametrize("hard", HARD)
-@pytest.mark.parametrize("kind", ["deeper-decoder", "gated-untied"])
-def test_heads_that_are_hard_to_certify(tiny_t5, padded_batch, tmp_path: Path, kind: str, hard: str) -> None:
+def test_heads_that_are_hard_to_certify(tiny_t5, padded_batch, tmp_path: Path, hard: str) -> None:
+    kind, change = HARD[hard]
     model = copy.deepcopy(tiny_t5(kind))
     with torch.no_grad():
-        HARD[hard](model.lm_head.weight)
+        change(model.lm_head.weight)
     export_model(model, tmp_path / "hard", shortlist=True)
     near, exact = (OrtNumpy(tmp_path / "hard", settings=settings_) for settings_ in (ONE_THREAD, WITHOUT))
     options = dict(max_new_tokens=12, min_new_tokens=12)
@@ -583,9 +515,6 @@ def test_next_tokens_without_a_shortlist(exported, opened, shortlisted, padded_b
     for backend in (plain, pointers, opened(OrtNumpy, settings=WITHOUT)):
         assert Path(backend.decoder._model_path).name == DECODER
         np.testing.assert_array_equal(greedy(backend, *padded_batch, max_new_tokens=6).sequences, expected)
-    for junk in (0, None, "no", 1.0):
-        with pytest.raises(InputError, match="shortlist"):
-            SessionSettings(shortlist=junk)
 
 
 def test_the_encoder_cache_keeps_the_shortlist(own, padded_batch) -> None:
@@ -595,7 +524,7 @@ def test_the_encoder_cache_keeps_the_shortlist(own, padded_batch) -> None:
     assert cached.hits == 6 and cached.shortlist.steps == 18
 
 
-# Failures and threads
+# Failures
 
 
 @pytest.mark.parametrize("runs", [0, 1])
@@ -616,16 +545,3 @@ def test_a_step_that_fails_leaves_the_state_as_it_was(own, padded_batch, monkeyp
     with pytest.raises(RuntimeError, match="no memory"):
         own.next_tokens(state, np.full((6, 1, 1), 5))
     assert state.rows is rows and state.past is past
-
-
-def test_threads_share_it(opened, runtime, padded_batch) -> None:
-    backend = opened(runtime)
-    before, expected = backend.shortlist.steps, greedy(backend, *padded_batch, max_new_tokens=8).sequences
-    own_steps = backend.shortlist.steps - before
-
-    def work() -> None:
-        for _ in range(5):
-            np.testing.assert_array_equal(greedy(backend, *padded_batch, max_new_tokens=8).sequences, expected)
-
-    in_threads(*[work] * 3)
-    assert backend.shortlist.steps - before == 16 * own_steps

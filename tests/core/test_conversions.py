@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from refused import refused
 from test_atomic_write import snapshot
@@ -16,17 +17,18 @@ from bench.baselines.optimized_export import optimize_export
 from t5accel.errors import ExportError
 from t5accel.graphs.contract import DECODER
 from t5accel.graphs.manifest import read_manifest
-from t5accel.precision.convert import quantize_export
+from t5accel.precision.calibration import CalibrationSample
+from t5accel.precision.convert import convert_export, quantize_export
 from t5accel.precision.fp16 import export_fp16
 from t5accel.precision.gate import quantize
-from t5accel.precision.recipes import RECIPES
+from t5accel.precision.recipes import RECIPES, Recipe, Scheme
 
 Convert = Callable[..., Any]
 INT8 = partial(quantize_export, recipe="int8")
 GATED = partial(quantize, recipe="int8", score=lambda _: {"x": 1}, max_loss={"x": 1})
 KEPT: dict[str, tuple[Convert, list[dict[str, Any]]]] = {  # and what makes another export of it
     "int8": (INT8, [dict(recipe=RECIPES["int8"].without(["lm_head"])), dict(recipe="int4")]),
-    "fp16": (export_fp16, [dict(naive=True)]),
+    "fp16": (export_fp16, [dict(recipe=Recipe("half", dtype="float16"))]),
     "optimised": (optimize_export, [dict(level="extended"), dict(level="basic")]),
 }
 NO_PATHS = (None, 5, "", b"x", "x\0", "\ud800")
@@ -49,6 +51,18 @@ def test_kept_if_it_is_there_and_replaced_when_told(exported, tmp_path: Path, na
     assert whole(tmp_path) == before, "not a byte, a time or an inode has changed"
     replaced = convert(exported(), out, overwrite=True, **others[-1])
     assert replaced == read_manifest(out) != manifest
+
+
+def test_other_examples_give_another_static_export(exported, padded_batch, tmp_path: Path) -> None:
+    static = Scheme("static")
+    recipe = Recipe("static", encoder=static, decoder=static, head=static)
+    few, many = ([CalibrationSample(*padded_batch, np.full((6, 3), token))] for token in (5, 7))
+    convert = partial(convert_export, exported(), tmp_path / "out", recipe)
+    first = convert(examples=few)
+    assert convert(examples=few) == first
+    with pytest.raises(ExportError, match="overwrite=True"):
+        convert(examples=many)
+    assert convert(examples=many, overwrite=True).files[DECODER] != first.files[DECODER]
 
 
 @pytest.fixture(scope="module")

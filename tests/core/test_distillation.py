@@ -6,7 +6,6 @@ All pairs here are made up for the tests.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -28,9 +27,6 @@ from test_pruned_models import narrowed
 
 import t5accel.distillation.checkpointing as resumable
 import t5accel.distillation.student as module
-import training.students as script
-from bench.evaluation import MAIN_SCORES
-from bench.results import DATA
 from t5accel.distillation.batches import Mixture, Part, Phase
 from t5accel.distillation.checkpointing import run_training
 from t5accel.distillation.losses import OBJECTIVES
@@ -145,7 +141,8 @@ def test_an_interrupted_run_ends_with_exactly_the_weights_of_an_uninterrupted_on
     interrupt(monkeypatch, after=4)
     assert same_weights(whole, resumed := run(teacher, tmp_path / "cut", config, validate=looking()))
     assert same_weights(whole, run(teacher, tmp_path / "cut", config)), "a finished run is not trained on"
-    assert log(tmp_path / "cut")[-1]["loss"] == log(tmp_path / "whole")[-1]["loss"]
+    logs = [[{**row, "seconds": 0} for row in log(tmp_path / name)] for name in ("whole", "cut")]
+    assert logs[0] == logs[1], "the mean of the training loss goes on, too"
     monkeypatch.setattr(resumable, "optimizer_step", optimizer_step)
     assert not same_weights(resumed, run(teacher, tmp_path / "other", replace(config, seed=1)))
 
@@ -272,6 +269,42 @@ def test_another_configuration_is_refused_and_the_checkpoint_kept(tiny_t5, tmp_p
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
+def test_another_run_is_refused_and_the_checkpoint_kept(tiny_t5, tmp_path: Path) -> None:
+    """The same configuration with other weights, texts or batches, and fewer steps than were taken."""
+    run(tiny_t5(), tmp_path, replace(TOY, steps=2))
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    call = partial(distill, tiny_t5(), toy_tokenizer(), MIXTURE, tmp_path, replace(TOY, steps=3))
+    given = call.args
+    fewer = {"translation": MIXTURE.examples["translation"][:-1]}
+    smaller = (Phase(0, (Part("translation", 200),)),)
+    others = {
+        "another model or teacher": [(tiny_t5(seed=2), *given[1:]), (tiny_t5(d_ff=32), *given[1:])],
+        "other texts": [(*given[:2], replace(MIXTURE, examples=fewer), *given[3:]),
+                        (*given[:2], replace(MIXTURE, curriculum=smaller), *given[3:])],
+        "at least the 2": [(*given[:4], replace(TOY, steps=1))],
+    }  # fmt: skip
+    for said, calls in others.items():
+        for arguments in calls:
+            with pytest.raises(InputError, match=said):
+                distill(*arguments)
+            assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    call()
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    torch.save({**state, "made_from": {}, "model": {}}, tmp_path / "checkpoint.pt")
+    with pytest.raises(InputError, match="cannot be read"):  # of before there were digests, of a model of another shape
+        call()
+
+
+def test_rows_of_steps_that_are_taken_again_leave_the_log(tiny_t5, tmp_path: Path, monkeypatch) -> None:
+    often(monkeypatch)
+    run(tiny_t5(), tmp_path, replace(TOY, steps=4))
+    rows = (tmp_path / "log.jsonl").read_text()
+    (tmp_path / "log.jsonl").write_text(rows + rows.replace('"step": 4', '"step": 8') + "a torn line\n")
+    run(tiny_t5(), tmp_path)
+    kept = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [line[:10] for line in kept] == ['{"step": 4', "a torn lin", '{"step": 8']
+
+
 @pytest.mark.parametrize("kind", ["mt5", "umt5"])
 def test_no_dropout_means_none_in_attention_either(tiny_t5, tmp_path: Path, kind: str) -> None:
     teacher = tiny_t5(kind, dropout_rate=0.4)
@@ -311,17 +344,14 @@ def test_a_narrow_student_is_trained_as_it_is(tiny_t5, tmp_path: Path, padded_ba
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_configuration_is_refused() -> None:
-    for name, wrong in (("loss", ["magic", None]), ("steps", [0, -5]), ("encoder_share", [-0.1, 2])):
-        refused(DistillConfig, name, *wrong, match=name)
-
-
 def test_what_cannot_be_run_is_refused_and_nothing_written(tiny_t5, tmp_path: Path) -> None:
     out = tmp_path / "out"
     call = partial(distill, tiny_t5(), toy_tokenizer(), examples=MIXTURE, folder=out, config=TOY)
     refused(call, "config", replace(TOY, layers=(0, 3)), match="layers")
     refused(call, "config", replace(TOY, layers=()), match="layers")
     refused(call, "device", "abacus")
+    deeper = partial(module.train_student, tiny_t5(), shrink_decoder(tiny_t5(), 2), toy_tokenizer(), MIXTURE, out)
+    refused(deeper, "config", replace(TOY, loss="hidden"), match="at least 3 decoder layers, got 2")
     call = partial(call, examples=replace(MIXTURE, by_teacher=False))
     refused(call, "config", replace(TOY, loss="sequence"), match="by_teacher")
     assert not out.exists()
@@ -385,37 +415,3 @@ def test_a_student_replaces_a_student_and_nothing_else(kept, tiny_t5, tmp_path: 
     with pytest.raises(InputError, match="letters"):
         save("letters", "fourth")
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"model", "letters"}
-
-
-# --- the recorded comparison ------------------------------------------------------------------------------------------
-
-
-def test_the_long_run_learns_from_the_best_of_the_recorded_comparison() -> None:
-    rows = json.loads((DATA / "results" / "distillation.json").read_text(encoding="utf-8"))["rows"]
-    scores = {row["model"]: {name: row[name] for name in MAIN_SCORES} for row in rows if row.get("precision") == "fp32"}
-    shares = {
-        loss: sum(score / scores["mini"][name] for name, score in scores[f"1 layer, {loss}"].items())
-        for loss in OBJECTIVES
-    }
-    assert max(shares, key=shares.__getitem__) == script.LONGER
-
-
-@pytest.mark.parametrize("how", ["distill", "prune"])
-def test_a_student_of_the_comparison_is_trained_once(tiny_t5, tmp_path: Path, monkeypatch, how: str) -> None:
-    calls: list[Any] = []
-
-    def made(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        return shrink_decoder(tiny_t5(), 1)
-
-    monkeypatch.setattr(script, "load_model", lambda name: (tiny_t5(), toy_tokenizer()))
-    monkeypatch.setattr(script, "student_mixture", lambda pairs: (MIXTURE, []))
-    monkeypatch.setattr(script, "make_loss_validator", lambda held_out, tokenizer: None)
-    monkeypatch.setattr(script, how, made)
-    runs = script.distillation_runs(10, 40) if how == "distill" else script.pruning_runs(10, "taylor")
-    assert len({run.name for run in runs}) == len({run.config for run in runs}) == len(runs)
-    for _ in range(2):
-        script.train(runs[0], tmp_path / "pairs.tsv", tmp_path)
-    ((_, _, mixture, folder, config),) = calls
-    assert mixture is MIXTURE and config == runs[0].config and folder == runs[0].folder(tmp_path)
-    assert T5Dims.of(load_model(folder / "model")[0]).decoder_layers == 1

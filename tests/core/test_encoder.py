@@ -1,5 +1,6 @@
 """An encoder alone: equal to transformers' own, from files of either kind, in a stream, and embeddings of texts."""
 
+import copy
 import json
 import shutil
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import torch
 import transformers
 from conftest import GATED, TINY
 from safetensors.torch import load_file, save_file
-from test_gemma import ids_of, sizes
+from test_families import GEMMA_KINDS, gemma_sizes, ids_of
 
 from t5accel import AcceleratedEncoder, accelerate
 from t5accel.api import open_backend
@@ -18,6 +19,8 @@ from t5accel.encoder import quantize_encoder
 from t5accel.errors import ExportError, GateError, InputError, ModelUnavailableError, NotT5Error
 from t5accel.graphs import encoder_export
 from t5accel.graphs.encoder_export import EncoderSource, export_encoder
+from t5accel.graphs.export import export_model, model_weights
+from t5accel.graphs.export_cache import list_exports
 from t5accel.graphs.manifest import read_manifest
 from t5accel.models import stored_weights as stored
 from t5accel.models.families import BEYOND_T5, GEMMAS
@@ -27,6 +30,7 @@ from t5accel.precision.recipes import RECIPES, Recipe, Scheme
 from t5accel.precision.source_export import Fp32Export
 
 TEXTS = ["I am tired.", "The house is small and old.", "No", "Where is my bag, and where is yours?"]
+FIRST = "encoder.block.1.layer"
 KINDS = [("t5", {}), ("t5", GATED), ("mt5", GATED), ("umt5", GATED)]
 SMALL = dict(
     d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=2,
@@ -94,11 +98,14 @@ def test_encoders_of_other_families(family, tmp_path):
         encoder.encode(np.full((1, 41), 5))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GEMMAS if hasattr(transformers, GEMMAS[kind].model_class)])
+@pytest.mark.parametrize("kind", GEMMA_KINDS)
 def test_encoders_of_t5gemmas(kind):
-    model = random_model(GEMMAS[kind], sizes(kind))
+    model = random_model(GEMMAS[kind], gemma_sizes(kind))
     ids, mask = ids_of(model)
     encoder = AcceleratedEncoder.from_pretrained(model, progress=False)
+    model.model.decoder.embed_tokens.register_buffer("delta", torch.ones(3))
+    with pytest.raises(NotT5Error, match="There is a weight model.decoder.embed_tokens.delta"):
+        model_weights(model)
     expected, real = own_states(model.model.encoder, ids, mask), mask == 1
     np.testing.assert_allclose(encoder.encode(ids, mask)[real], expected[real], atol=2e-5)
 
@@ -115,13 +122,12 @@ def test_a_call_is_that_of_transformers(mini):
         encoder(ids, output_hidden_states=True)
 
 
-@pytest.mark.parametrize("mistake", ["ids", "mask", "none", "text"])
-def test_bad_inputs_are_refused(mistake, mini):
+def test_bad_inputs_are_refused(mini):
     encoder = AcceleratedEncoder.from_pretrained(mini, progress=False)
     ids, mask = batch(100)
-    given = {"ids": (ids + 10**6, mask), "mask": (ids, np.zeros_like(mask)), "none": (None, None), "text": ("a", None)}
-    with pytest.raises(InputError):
-        encoder(*given[mistake])
+    for given in ((ids + 10**6, mask), (ids, np.zeros_like(mask)), (None, None), ("a", None), ([[5, 6], [7]], None)):
+        with pytest.raises(InputError):
+            encoder(*given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -162,25 +168,15 @@ def test_an_embedding_under_the_decoders_name_alone_is_the_encoders(tmp_path):
     ("change", "kind", "sentence"),
     [
         (lambda weights: weights.pop("shared.weight"), ModelUnavailableError, "lacks its embedding"),
-        (
-            lambda weights: weights.pop("encoder.block.1.layer.1.DenseReluDense.wo.weight"),
-            ModelUnavailableError,
-            "lacks",
-        ),
-        (lambda weights: weights.pop("encoder.block.1.layer.0.SelfAttention.q.weight"), NotT5Error, "no weight"),
+        (lambda weights: weights.pop(f"{FIRST}.1.DenseReluDense.wo.weight"), ModelUnavailableError, "lacks"),
+        (lambda weights: weights.pop(f"{FIRST}.0.SelfAttention.q.weight"), NotT5Error, "no weight"),
         (lambda weights: weights.update({"encoder.adapter": torch.ones(3)}), NotT5Error, "encoder.adapter"),
-        (
-            lambda weights: weights.update({"shared.weight": torch.ones(300, 32).char()}),
-            ModelUnavailableError,
-            "got I8",
-        ),
-        (
-            lambda weights: weights.update({"encoder.embed_tokens.weight": torch.ones(300, 32)}),
-            ModelUnavailableError,
-            "one embedding",
-        ),
+        (lambda weights: weights.update({"shared.weight": torch.ones(300, 32).char()}), ModelUnavailableError,
+         "got I8"),
+        (lambda weights: weights.update({"encoder.embed_tokens.weight": torch.ones(300, 32)}), ModelUnavailableError,
+         "one embedding"),
     ],
-)
+)  # fmt: skip
 def test_files_that_are_no_whole_encoder_leave_nothing_behind(tmp_path, change, kind, sentence):
     random_t5(TINY).save_pretrained(tmp_path / "model")
     weights = load_file(tmp_path / "model/model.safetensors")
@@ -200,8 +196,6 @@ def test_a_damaged_file_is_reported(tmp_path):
 
 
 def test_a_hook_is_found(mini, tmp_path):
-    import copy
-
     changed = copy.deepcopy(mini)
     changed.encoder.block[1].register_forward_hook(lambda module, args, output: (output[0] + 1, *output[1:]))
     with pytest.raises(ExportError, match="other hidden states"):
@@ -231,11 +225,27 @@ def test_embeddings_are_pooled_as_asked_and_in_order(mini):
         encoder.embed(TEXTS, pooling="first", batch_tokens=1), [vectors[0] for vectors in states], atol=1e-5
     )
     assert encoder.embed([]).shape == (0, encoder.config.d_model)
+    for texts in (np.array(TEXTS), (text for text in TEXTS)):
+        np.testing.assert_array_equal(encoder.embed(texts), encoder.embed(TEXTS))
     for wrong in (dict(pooling="max"), dict(batch_tokens=0)):
         with pytest.raises(InputError, match=f"{next(iter(wrong))} must be"):
             encoder.embed(TEXTS, **wrong)
     with pytest.raises(InputError, match="texts must be a list"):
         encoder.embed("one text")
+
+
+def test_a_long_text_pads_no_others_while_they_are_tokenized(mini, monkeypatch):
+    encoder, tokenized = AcceleratedEncoder.from_pretrained("mini", progress=False, max_source_tokens=64), []
+    wrapped = encoder.tokenizer
+    encoder.tokenizer = lambda texts, **options: tokenized.append(texts) or wrapped(texts, **options)
+    expected = encoder.embed(TEXTS, batch_tokens=16)
+    assert len(tokenized) == 1
+    with pytest.raises(InputError, match="at most max_source_tokens"):
+        encoder.embed([*TEXTS, "long " * 30_000])
+    assert tokenized[1:] == [["long " * 30_000]]
+    monkeypatch.setattr("t5accel.encoder.CHARACTERS", 30)
+    np.testing.assert_allclose(encoder.embed(TEXTS, batch_tokens=16), expected, atol=1e-6)
+    assert tokenized[2:] == [[TEXTS[3]], [TEXTS[1]], [TEXTS[0], TEXTS[2]]]
 
 
 def test_what_sentence_transformers_adds_is_not_left_out(mini, tmp_path):
@@ -254,6 +264,7 @@ def test_an_export_is_cached_opened_alone_and_told_from_a_whole_models(mini, tmp
     assert manifest.is_encoder_only and set(manifest.files) > {"encoder_only.onnx", "weights.data", "tokenizer.json"}
     encoder = AcceleratedEncoder.from_pretrained(tmp_path / "int8")
     assert encoder.precision == "int8" and encoder.embed(TEXTS).shape == (4, 256)
+    assert AcceleratedEncoder.from_pretrained(tmp_path / "int8", precision="auto").precision == "int8"
     tokenizer = load_model("mini")[1]
     given = AcceleratedEncoder.from_pretrained(tmp_path / "int8", tokenizer=tokenizer)
     tokenizer.padding_side = "left"
@@ -262,9 +273,9 @@ def test_an_export_is_cached_opened_alone_and_told_from_a_whole_models(mini, tmp
         AcceleratedEncoder.from_pretrained(tmp_path / "int8", precision="fp32")
     with pytest.raises(InputError, match="encoder alone"):
         accelerate(tmp_path / "int8")
+    export_encoder("mini", tmp_path / "fp32")
     with pytest.raises(InputError, match="encoder alone"):
-        Fp32Export.read(export_folder := tmp_path / "fp32") if export_encoder("mini", tmp_path / "fp32") else None
-    assert export_folder.is_dir()
+        Fp32Export.read(tmp_path / "fp32")
     backend = open_backend("mini", progress=False)[0]
     with pytest.raises(InputError, match="whole model"):
         AcceleratedEncoder(backend.folder)
@@ -304,9 +315,59 @@ def test_a_gate_refuses_what_loses_too_much_and_writes_nothing(tmp_path):
     scores = quantize_encoder("mini", tmp_path / "int8", texts=TEXTS, max_loss={"cosine": 0.1, "retrieval": 0})
     assert 99.9 < scores["cosine"] < 100 and scores["retrieval"] == 100
     assert read_manifest(tmp_path / "int8").recipe["gate"] == {"max_loss": {"cosine": 0.1, "retrieval": 0}}
+    again = quantize_encoder("mini", tmp_path / "int8", texts=TEXTS, max_loss={"cosine": 0.1, "retrieval": 0})
+    assert again == scores, "of the export that is there"
     with pytest.raises(GateError, match="cosine .* \\(allowed 0.1\\)"):
         quantize_encoder("mini", tmp_path / "int4", "int4", texts=TEXTS, max_loss={"cosine": 0.1})
     assert not (tmp_path / "int4").exists()
     for wrong in (dict(max_loss={"bleu": 1}), dict(max_loss={}), dict(max_loss={"cosine": 1}, texts=["one"])):
         with pytest.raises(InputError, match="must"):
             quantize_encoder("mini", tmp_path / "out", **dict(texts=TEXTS) | wrong)
+
+
+def test_a_folder_that_changes_while_it_is_read_leaves_no_export(tmp_path, monkeypatch):
+    folder, write = saved(tmp_path / "model", random_t5(TINY), whole=True), encoder_export.write_export
+
+    def disturbed(*given, **options):
+        saved(folder, random_t5(TINY, seed=2), whole=True)
+        return write(*given, **options)
+
+    monkeypatch.setattr(encoder_export, "write_export", disturbed)
+    with pytest.raises(ExportError, match="model changed while it was read"):
+        AcceleratedEncoder.from_pretrained(folder, progress=False)
+    assert not list_exports()
+
+
+def test_padding_beyond_the_compared_entries(tmp_path):
+    model = random_t5(TINY | dict(vocab_size=1200, pad_token_id=1199))
+    encoder = AcceleratedEncoder.from_pretrained(saved(tmp_path, model, whole=True), progress=False)
+    ids, mask = batch(300)
+    expected = own_states(model.encoder, ids, mask)
+    np.testing.assert_allclose(encoder.encode(ids, mask)[mask == 1], expected[mask == 1], atol=2e-5)
+
+
+def test_a_reach_that_the_encoders_buckets_have(tmp_path):
+    """Half as many of them as in the decoder hold one distance each."""
+    model = random_t5(TINY | dict(relative_attention_max_distance=12))
+    ids, mask = batch(300)
+    found = AcceleratedEncoder.from_pretrained(model, progress=False).encode(ids, mask)
+    np.testing.assert_allclose(found, own_states(model.encoder, ids, mask), atol=2e-5)
+    with pytest.raises(NotT5Error, match="max_distance must be above 16 with 32 buckets, got 12"):
+        export_model(model, tmp_path / "x")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {"shared.weight": 7}}'])
+def test_an_index_without_files_is_damaged(tmp_path, content):
+    saved(tmp_path, random_t5(TINY), whole=True)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelUnavailableError, match="index.json is damaged: it has no weight_map"):
+        EncoderSource.of(tmp_path)
+
+
+def test_layers_without_end_are_refused(tmp_path):
+    config = json.loads((data_folder() / "mini-t5" / "config.json").read_text())
+    shutil.copytree(data_folder() / "mini-t5", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | dict(num_layers=10**9)))
+    with pytest.raises(ModelUnavailableError, match="num_layers must be at most 1000"):
+        EncoderSource.of(tmp_path / "model")

@@ -16,13 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import broken
 from refused import refused
+from test_families import lively
 
 from t5accel.backends.torch_eager import TorchEager, TorchSource
-from t5accel.decoding import encoder_cache
 from t5accel.decoding.backend import Backend
-from t5accel.decoding.encoder_cache import EncoderCache, row_keys
+from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError
 from t5accel.parity import assert_close, assert_varied
@@ -96,30 +95,6 @@ TEXTS = [[int(t) for t in np.random.default_rng(seed).integers(3, 300, 3 + seed)
 # The same output as without, whatever is cached
 
 
-def test_the_same_tokens_and_one_encoding_of_each_text(tiny_t5, padded_batch) -> None:
-    backend = Counting(tiny_t5())
-    cache = EncoderCache(backend)
-    ids, mask = padded_batch
-    expected = tokens_of(TorchEager(tiny_t5()), padded_batch)
-    assert_varied(expected)
-    assert len(np.unique(expected, axis=0)) == 6, "the reference should depend on the source"
-    for rows in ([3], [1, 3], [5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [2, 2, 0, 2], [4]):
-        np.testing.assert_array_equal(tokens_of(cache, (ids[rows], mask[rows])), expected[rows])
-    assert backend.encoded == [1, 1, 4]
-    assert (cache.hits, cache.misses) == (20 - 6, 6)
-
-
-def test_left_and_right_padding_are_the_same_text(tiny_t5) -> None:
-    backend = Counting(tiny_t5())
-    cache = EncoderCache(backend)
-    sides = [batch_of(*TEXTS[:3]), batch_of(*TEXTS[:3], left=4), batch_of(*TEXTS[2::-1], left=1, right=3)]
-    expected = [tokens_of(TorchEager(tiny_t5()), batch) for batch in sides]
-    assert_varied(expected[0])
-    for batch, tokens in zip(sides, expected, strict=True):
-        np.testing.assert_array_equal(tokens_of(cache, batch), tokens)
-    assert len(backend.encoded) == 1 and (cache.hits, cache.misses) == (6, 3)
-
-
 def masked_variants(text: Sequence[int]) -> list[Batch]:
     """The same ids under six masks, and the visible tokens of the fifth without the distance between them."""
     ids = np.array([text])
@@ -143,6 +118,18 @@ def check(cache: Any, plain: Any, batches: Sequence[Batch]) -> None:
         np.testing.assert_array_equal(tokens_of(cache, batch), tokens)
 
 
+@pytest.mark.parametrize("kind", ["bart", "m2m_100"])
+def test_what_moves_absolute_positions_is_part_of_the_text(kind: str) -> None:
+    """Columns in front; of M2M100, which counts ids, those that are masked and no padding."""
+    backend = TorchEager(lively(kind))
+    pad = backend.pad_token_id
+    ids = np.array([[5, 6, 7, 8], [pad, 6, 7, 8], [9, 6, 7, 8], [5, 9, 7, 8], [6, 7, 8, pad]])
+    mask = np.array([[1, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 1, 0]])
+    expected, found = (backend.split(one.encode(ids, mask)) for one in (backend, EncoderCache(backend)))
+    for row, cached in zip(expected, found, strict=True):
+        assert_close(cached.hidden, row.hidden, atol=ATOL_HIDDEN)
+
+
 def test_masks_and_holes_are_part_of_the_text(tiny_t5) -> None:
     plain, backend = TorchEager(tiny_t5()), Counting(tiny_t5())
     cache = EncoderCache(backend)
@@ -153,35 +140,6 @@ def test_masks_and_holes_are_part_of_the_text(tiny_t5) -> None:
     other = np.where(mask, ids, 9)  # a masked token is no part of it
     np.testing.assert_array_equal(tokens_of(cache, (other, mask)), tokens_of(plain, (ids, mask)))
     assert (cache.hits, cache.misses) == (13, 7) and len(backend.encoded) == 7
-
-
-BROKEN_KEYS: dict[str, Callable[..., list[bytes]]] = {
-    "ids without the mask": lambda ids, mask: row_keys(ids, np.ones_like(mask)),
-    "holes closed": lambda ids, mask: [row[real == 1].tobytes() for row, real in zip(ids, mask, strict=True)],
-    "ids in any order": lambda ids, mask: row_keys(np.sort(ids, axis=1), mask),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN_KEYS)
-def test_a_broken_key_is_caught(tiny_t5, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    plain = TorchEager(tiny_t5())
-    monkeypatch.setattr(encoder_cache, "row_keys", BROKEN_KEYS[name])
-    with pytest.raises(AssertionError, match="not close"):
-        check(EncoderCache(plain), plain, masked_variants(TEXTS[4]))
-
-
-def without_mask(self: TorchEager, sources: Sequence[TorchSource]) -> TorchSource:
-    joined = TorchEager.join(self, sources)
-    return TorchSource(joined.hidden, torch.ones_like(joined.mask))
-
-
-BROKEN_JOINS = [broken(join=without_mask), broken(join=lambda self, sources: TorchEager.join(self, sources[::-1]))]
-
-
-@pytest.mark.parametrize("kind", BROKEN_JOINS)
-def test_a_broken_join_is_caught(tiny_t5, padded_batch, kind: type) -> None:
-    with pytest.raises(AssertionError, match="not close"):
-        check(EncoderCache(kind(tiny_t5())), TorchEager(tiny_t5()), [padded_batch])
 
 
 def test_writing_to_a_source_does_not_change_the_cached_one(tiny_t5, padded_batch) -> None:
@@ -241,10 +199,10 @@ def test_any_sequence_of_batches_and_changes(tiny_t5, events: list[Any], max_byt
 # Changed weights
 
 
-def train_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+def train_step(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(input_ids=torch.tensor([TEXTS[3]]), labels=torch.tensor([[50, 60, 70, 1]])).loss.backward()
     optimizer.step()
-    optimizer.zero_grad()
 
 
 def scaled(model: Any) -> dict[str, torch.Tensor]:
@@ -278,11 +236,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "new data": swap_the_data,
     "layers taken out": lambda model: model.encoder.block.__delitem__(1),
     "an embedding": lambda model: model.shared.weight.detach().mul_(3),
-}
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    f"{kind.__name__}, {name}": lambda weights, kind=kind, options=options: kind(weights, lr=0.1, **options)
-    for kind in (torch.optim.SGD, torch.optim.AdamW)
-    for name, options in (("loop", dict(foreach=False)), ("foreach", dict(foreach=True)), ("fused", dict(fused=True)))
+    "a step of training": train_step,
 }
 
 
@@ -299,13 +253,11 @@ def check_change(cache: EncoderCache, plain: TorchEager, batch: Batch, change: C
     np.testing.assert_array_equal(tokens_of(cache, batch), tokens_of(plain, batch))
 
 
-@pytest.mark.parametrize("change", [*CHANGES, *OPTIMIZERS])
+@pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_empty_it(tiny_t5, padded_batch, change: str) -> None:
     model = copy.deepcopy(tiny_t5())
-    cache, alter = EncoderCache(TorchEager(model)), CHANGES.get(change)
-    if alter is None:
-        alter = partial(train_step, optimizer=OPTIMIZERS[change](model.parameters()))
-    check_change(cache, TorchEager(model), padded_batch, lambda: alter(model))
+    cache = EncoderCache(TorchEager(model))
+    check_change(cache, TorchEager(model), padded_batch, lambda: CHANGES[change](model))
     assert (cache.hits, cache.misses) == (6, 12) and len(cache._rows) == 6
 
 
@@ -344,14 +296,6 @@ def test_unchanged_weights_keep_it(tiny_t5, padded_batch) -> None:
     copy.deepcopy(model)
     tokens_of(cache, padded_batch)
     assert (cache.hits, cache.misses) == (12, 6)
-
-
-def test_a_cache_that_is_not_emptied_is_caught(tiny_t5, padded_batch) -> None:
-    model = copy.deepcopy(tiny_t5())
-    backend = TorchEager(model)
-    backend.fingerprint = lambda: 0
-    with pytest.raises(AssertionError, match="not close"):
-        check_change(EncoderCache(backend), TorchEager(model), padded_batch, lambda: swap_the_data(model))
 
 
 def test_an_address_is_no_identity(tiny_t5) -> None:
@@ -434,14 +378,15 @@ class LRU:
 toy_rows = st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(batches=st.lists(toy_rows, max_size=12), max_bytes=st.integers(0, 300))
 def test_the_least_recently_used_row_leaves(batches: list[list[tuple[int, ...]]], max_bytes: int) -> None:
+    """And each is encoded once, on whichever side it is padded."""
     backend, expected = Toy(), LRU(max_bytes)
     cache = EncoderCache(backend, max_bytes=max_bytes)
-    for rows in batches:
+    for number, rows in enumerate(batches):
         backend.encoded = []
-        source = cache.encode(*batch_of(*rows))
+        source = cache.encode(*batch_of(*rows, left=number % 3, right=number % 2))
         assert [row[:, 0].tolist() for row in source] == [list(row) for row in rows]
         assert backend.encoded == expected.encode(rows)
         assert cache.size_bytes == expected.size_bytes <= max_bytes
@@ -496,21 +441,6 @@ def test_is_a_backend_and_shows_the_wrapped_one(tiny_t5) -> None:
     assert not hasattr(cache, "run_greedy")
     backend.run_greedy = lambda state, k: k
     assert cache.run_greedy(None, 3) == 3
-
-
-def test_split_and_join(tiny_t5, padded_batch) -> None:
-    backend = TorchEager(tiny_t5())
-    source = backend.encode(*padded_batch)
-    rows = backend.split(source)
-    assert [row.hidden.shape for row in rows] == [(1, n, 32) for n in (9, 5, 3, 7, 2, 8)]
-    assert all(row.mask.all() and row.hidden.is_contiguous() for row in rows)
-    joined = backend.join([rows[4], backend.join([rows[1], rows[2]])])
-    assert joined.mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
-    assert not joined.hidden[0, 2:].any() and torch.equal(joined.hidden[1:2], rows[1].hidden)
-    whole = backend.join(rows)
-    assert torch.equal(whole.mask, source.mask)
-    assert torch.equal(whole.hidden, source.hidden * source.mask[..., None])
-    assert backend.source_bytes(source) == 6 * 9 * (32 * 4 + 8)
 
 
 # Threads

@@ -16,7 +16,9 @@ from tokenizers.normalizers import Lowercase
 
 import t5accel.graphs.export_cache as module
 import t5accel.models.load as checkpoints
+from t5accel import AcceleratedEncoder
 from t5accel.api import accelerate, open_backend
+from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error, UnknownModelError
 from t5accel.graphs.export import export_model
@@ -28,8 +30,8 @@ from t5accel.graphs.export_cache import (
     list_exports,
     verified_manifest,
 )
-from t5accel.graphs.manifest import read_manifest, write_manifest
-from t5accel.models.load import hub_snapshot, load_model
+from t5accel.graphs.manifest import files_of_export, read_manifest, write_manifest
+from t5accel.models.load import data_folder, hub_snapshot, load_model
 from t5accel.tokenization import text_to_text
 
 
@@ -82,24 +84,18 @@ def edit(folder: Path, file: str, **changed: Any) -> None:
     (folder / file).write_text(json.dumps(content | changed))
 
 
-FIELDS = dict(layer_norm_epsilon=1e-3, feed_forward_proj="gelu", decoder_start_token_id=5)
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_every_field_of_a_folders_configuration_is_in_the_key(folder: Path, field: str) -> None:
-    first = cached_export(folder)
-    edit(folder, "config.json", **{field: FIELDS[field]})
-    assert cached_export(folder) != first
-
-
-@pytest.mark.parametrize("name", ["vocab.json", "added.spm", "generation_config.json"])
-def test_every_file_that_loading_may_read_is_in_the_key(folder: Path, name: str) -> None:
-    first = cached_export(folder)
-    (folder / name).write_text('{"num_beams": 2}')
-    assert cached_export(folder) != first
+def test_every_field_and_file_that_loading_may_read_is_in_the_key(folder: Path) -> None:
+    found = [cached_export(folder)]
+    for field, value in dict(layer_norm_epsilon=1e-3, feed_forward_proj="gelu", decoder_start_token_id=5).items():
+        edit(folder, "config.json", **{field: value})
+        found.append(cached_export(folder))
+    for name in ("vocab.json", "added.spm", "generation_config.json"):
+        (folder / name).write_text('{"num_beams": 2}')
+        found.append(cached_export(folder))
+    assert len({*found}) == len(found) == 7
     (folder / "README.md").write_text("of no account")
     (folder / "optimizer.pt").write_text("nor this")
-    assert len(list_exports()) == 2 and cached_export(folder) and len(list_exports()) == 2
+    assert cached_export(folder) == found[-1]
 
 
 def test_weights_in_a_folder_below_are_in_the_key(folder: Path, tiny_t5) -> None:
@@ -120,29 +116,29 @@ def set_both(model: Any, **tokens: int) -> None:
         setattr(model.generation_config, name, token)
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a weight": lambda model: model.shared.weight.data[5, 0].add_(1),
-    "padding": lambda model: setattr(model.config, "pad_token_id", 3),
-    "the end": lambda model: set_both(model, eos_token_id=4),
-    "the start": lambda model: set_both(model, decoder_start_token_id=5),
-    "a first token": lambda model: setattr(model.generation_config, "forced_bos_token_id", 6),
-    "a token never chosen": lambda model: setattr(model.generation_config, "suppress_tokens", [7]),
-}  # fmt: skip
+CHANGES: tuple[Callable[[Any], Any], ...] = (
+    lambda model: model.shared.weight.data[5, 0].add_(1), lambda model: setattr(model.config, "pad_token_id", 3),
+    lambda model: set_both(model, eos_token_id=4), lambda model: set_both(model, decoder_start_token_id=5),
+    lambda model: setattr(model.generation_config, "forced_bos_token_id", 6),
+    lambda model: setattr(model.generation_config, "suppress_tokens", [7]),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_an_object_is_in_the_key(tiny_t5, change: str) -> None:
-    first, changed = cached_export(tiny_t5()), copy.deepcopy(tiny_t5())
-    CHANGES[change](changed)
-    assert cached_export(changed) != first
+def test_what_changes_an_object_is_in_the_key(tiny_t5) -> None:
+    model = copy.deepcopy(tiny_t5())
+    found = [cached_export(model)]
+    for change in CHANGES:
+        change(model)
+        found.append(cached_export(model))
+    assert len({*found}) == 7
 
 
-@pytest.mark.parametrize("package", ["transformers", "t5accel"])
-def test_versions_are_in_the_key(tiny_t5, folder: Path, monkeypatch, package: str) -> None:
-    first = cached_export(folder), cached_export(tiny_t5())
-    here = module._versions()
-    monkeypatch.setattr(module, "_versions", lambda: here | {package: "9.9"})
-    assert not {*first} & {cached_export(folder), cached_export(tiny_t5())}
+def test_versions_are_in_the_key(tiny_t5, folder: Path, monkeypatch) -> None:
+    found, here = [cached_export(folder), cached_export(tiny_t5())], module._versions()
+    for package in ("transformers", "t5accel"):
+        monkeypatch.setattr(module, "_versions", lambda package=package: here | {package: "9.9"})
+        found += [cached_export(folder), cached_export(tiny_t5())]
+    assert len({*found}) == 6
 
 
 def test_an_objects_own_defaults_are_handed_out_and_not_those_of_an_earlier_one(tiny_t5) -> None:
@@ -156,23 +152,19 @@ def test_an_objects_own_defaults_are_handed_out_and_not_those_of_an_earlier_one(
     )
 
 
-SETTINGS: dict[str, Callable[[Any], Any]] = {
-    "a token more": lambda tokenizer: tokenizer.add_tokens(["\n"]),
-    "small letters": lambda tokenizer: setattr(tokenizer.backend_tokenizer, "normalizer", Lowercase()),
-    "the longest input": lambda tokenizer: setattr(tokenizer, "model_max_length", 7),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_given_tokenizer_is_handed_out_and_all_its_settings_are_in_the_key(mini, setting: str) -> None:
+def test_a_given_tokenizer_is_handed_out_and_all_its_settings_are_in_the_key(mini) -> None:
     model, tokenizer = mini
-    other = copy.deepcopy(tokenizer)
-    SETTINGS[setting](other)
-    assert module.tokenizer_hash(tokenizer) == module.tokenizer_hash(copy.deepcopy(tokenizer))
-    assert module.tokenizer_hash(other) != module.tokenizer_hash(tokenizer)
-    if setting == "small letters":
-        accelerate(model, tokenizer=tokenizer, progress=False)
-        assert accelerate(model, tokenizer=other, progress=False).tokenizer is other
+    settings: tuple[Callable[[Any], Any], ...] = (
+        copy.deepcopy, lambda other: other.add_tokens(["\n"]), lambda other: setattr(other, "model_max_length", 7),
+        lambda other: setattr(other.backend_tokenizer, "normalizer", Lowercase()),
+    )  # fmt: skip
+    others = [copy.deepcopy(tokenizer) for _ in settings]
+    for change, other in zip(settings, others, strict=True):
+        change(other)
+    hashes = [module.tokenizer_hash(other) for other in others]
+    assert len({*hashes}) == 4 and hashes[0] == module.tokenizer_hash(tokenizer)
+    accelerate(model, tokenizer=tokenizer, progress=False)
+    assert accelerate(model, tokenizer=others[-1], progress=False).tokenizer is others[-1]
 
 
 # --- fast starts: what was hashed before, and what the hub's cache knows
@@ -252,11 +244,11 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(folder: Path, monkeyp
     assert not list_exports()
 
 
-@pytest.mark.parametrize("content", ["", "null", '{"a": [1, 2]}', "\udcff"])
-def test_damaged_memories_are_forgotten(folder: Path, cache: Path, content: str) -> None:
+def test_damaged_memories_are_forgotten(folder: Path, cache: Path) -> None:
     first = cached_export(folder)
-    (cache / ".hashes.json").write_text(content, errors="surrogateescape")
-    assert cached_export(folder) == first
+    for content in (b"", b"null", b'{"a": [1, 2]}', b"\xff"):
+        (cache / ".hashes.json").write_bytes(content)
+        assert cached_export(folder) == first
 
 
 def publish(hub: Path, name: str, model: Any, commit: str, others: dict[str, str] | None = None) -> None:
@@ -344,15 +336,15 @@ class FakeHub:
         shutil.rmtree(chosen)
         return self.hub / f"models--{name.replace('/', '--')}" / "snapshots" / ("1" * 40)
 
-    def one(self, name: str, file: str, *, cache_dir: str) -> str:
+    def one(self, name: str, file: str, *, cache_dir: str, revision: str | None) -> str:
         self.asked.append((name, file))
         if not (self.folder / file).is_file():
             raise FileNotFoundError(file)
         return str(self.send(name, [file]) / file)
 
-    def all(self, name: str, *, revision: str, allow_patterns: list[str], cache_dir: str) -> None:
+    def all(self, name: str, *, revision: str | None, allow_patterns: list[str], cache_dir: str) -> None:
         self.asked.append((name, revision, allow_patterns))
-        self.send(name, [file for file in allow_patterns if (self.folder / file).is_file()])
+        self.send(name, [file.name for file in self.folder.iterdir() if any(map(file.match, allow_patterns))])
 
 
 @pytest.fixture
@@ -511,3 +503,77 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_t5, tmp_path: Path, monkey
     monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "file"))
     with pytest.raises(ExportError, match="file"):
         cached_export(tiny_t5())
+
+
+@pytest.mark.parametrize("lacking", ["tokenizer", "model-00001"])
+def test_an_encoder_that_is_partly_in_the_hubs_cache_is_had_whole(hub: Path, tmp_path, monkeypatch, lacking) -> None:
+    """Without a tokenizer, as programs leave it that read weights alone; without a shard, as a download that stops."""
+    folder, name, shard = tmp_path / "sharded", "me/my-model", "model-00001-of-00001.safetensors"
+    shutil.copytree(data_folder() / "mini-t5", folder)
+    (folder / "model.safetensors").rename(folder / shard)
+    index = {"weight_map": dict.fromkeys(load_file(folder / shard), shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    fake = FakeHub(hub, folder, monkeypatch)
+    fake.send(name, [path.name for path in folder.iterdir() if not path.name.startswith(lacking)])
+    for _ in range(2):
+        assert AcceleratedEncoder.from_pretrained(name, progress=False).embed(["No"]).shape == (1, 256)
+    ((*_, revision, patterns),) = (asked for asked in fake.asked if len(asked) == 3)
+    assert revision == "1" * 40 and "pytorch_model*.bin" not in patterns
+
+
+def test_an_adapter_beside_weights_on_the_hub_is_refused(tiny_t5, hub: Path, tmp_path, monkeypatch) -> None:
+    """Which transformers loads without it, unless peft is installed."""
+    publish(hub, "me/tuned", tiny_t5(), "1" * 40)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    FakeHub(hub, tmp_path, monkeypatch)
+    monkeypatch.setattr(checkpoints, "_from_pretrained", lambda *_, **__: (tiny_t5(), None))
+    monkeypatch.setattr("t5accel.graphs.encoder_export.hub_download", lambda *_, **__: None)
+    for door in (checkpoints.load_model, AcceleratedEncoder.from_pretrained):
+        with pytest.raises(ModelUnavailableError, match="me/tuned holds an adapter"):
+            door("me/tuned")
+
+
+def test_a_hook_is_found_also_where_the_export_is_there(tiny_t5, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny_t5())
+    manifest = export_model(model, tmp_path / "x")
+    model.lm_head.register_forward_hook(lambda module, args, output: -output)
+    with pytest.raises(ExportError, match="other logits"):
+        export_model(model, tmp_path / "x")
+    assert export_model(model, tmp_path / "x", check_logits=False) == manifest
+
+
+def test_a_folder_that_is_being_written_is_neither_listed_nor_cleared(tiny_t5, monkeypatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr("t5accel.graphs.export.check_export", lambda *_: found.extend(clear_exports()))
+    folder = cached_export(tiny_t5())
+    assert found == [] and [entry.folder for entry in list_exports()] == [folder]
+
+
+def test_a_relative_folder_is_that_of_when_it_was_given(exported: Path, monkeypatch) -> None:
+    monkeypatch.chdir(exported.parent)
+    monkeypatch.setenv("T5ACCEL_CACHE", "cache")
+    backend, cached = OrtStatic(exported.name), cache_folder()
+    monkeypatch.chdir("/")
+    assert cached == exported.parent / "cache" / "exports"
+    prefix = [[0, *range(5, 15)]]  # so long that the portable decoder reads it, which is opened now
+    assert greedy(backend, [[5, 6, 1]], decoder_input_ids=prefix, max_new_tokens=2).decoder_calls
+
+
+def test_a_bundled_name_is_no_folder(exported: Path, monkeypatch) -> None:
+    exported.rename(exported.parent / "mini")
+    monkeypatch.chdir(exported.parent)
+    assert find_export("mini") is None and find_export("./mini") == Path("mini")
+
+
+def test_a_given_tokenizer_is_in_the_key_of_a_model_that_lies_elsewhere(tiny_t5, mini, hub, monkeypatch) -> None:
+    """Outside of the hub's cache, as with TRANSFORMERS_CACHE."""
+    other = copy.deepcopy(mini[1])
+    other.add_tokens(["\n"])
+    monkeypatch.setattr(module, "load_model", lambda name: (tiny_t5(), mini[1]))
+    assert cached_export("me/elsewhere") != cached_export("me/elsewhere", tokenizer=other)
+
+
+def test_a_damaged_export_with_bartphos_vocabulary_is_one_of_ours(exported: Path) -> None:
+    (exported / "dict.txt").write_text("a 1")
+    (exported / "manifest.json").write_text("")
+    assert {path.name for path in exported.iterdir()} <= files_of_export(exported)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from programs import NoMask, NoReorder, broken
 from refused import refused
 from silence import quiet
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessor, TextIteratorStreamer
@@ -29,7 +28,6 @@ from transformers.generation import (
     StoppingCriteria,
 )
 
-from bench.baselines.ort_iobinding import OrtBound
 from bench.evaluation import rows as task_rows
 from bench.evaluation import source_text
 from t5accel.backends.hf_cache import DecoderCache
@@ -48,15 +46,16 @@ from t5accel.tokenization import tokenizer_of
 V5 = int(transformers.__version__.split(".")[0]) >= 5
 ATOL = 1e-4
 
-# A runtime that is to stand behind generate() needs one line here: from transformers' model to its backend.
 EXPORTS = tempfile.TemporaryDirectory()  # gone when the process ends
+EXPORTED: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
 
 
-def on_onnx(own: Any) -> OrtBound:
-    """An ONNX Runtime backend with the weights that the model has now."""
-    folder = Path(EXPORTS.name) / uuid4().hex
-    export_model(own, folder)
-    return OrtBound(folder, settings=SessionSettings(threads=1), verify=False)
+def on_onnx(own: Any) -> OrtNumpy:
+    """A new ONNX Runtime backend of a model, which is exported once."""
+    if own not in EXPORTED:
+        EXPORTED[own] = Path(EXPORTS.name) / uuid4().hex
+        export_model(own, EXPORTED[own])
+    return OrtNumpy(EXPORTED[own], settings=SessionSettings(threads=1), verify=False)
 
 
 BACKENDS: dict[str, Callable[[Any], Any]] = {"torch": TorchEager, "onnx": on_onnx}
@@ -97,8 +96,15 @@ def behind(backend: Any, own: Any) -> AcceleratedT5:
 
 
 @pytest.fixture
-def pair(tiny_t5, build) -> tuple[Any, AcceleratedT5]:
-    """transformers' own model and ours."""
+def pair(tiny_t5) -> tuple[Any, AcceleratedT5]:
+    """transformers' own model and ours, on PyTorch: `test_conformance` compares the backends."""
+    own = tiny_t5()
+    return own, behind(TorchEager(own), own)
+
+
+@pytest.fixture
+def each_pair(tiny_t5, build) -> tuple[Any, AcceleratedT5]:
+    """The same of each runtime."""
     own = tiny_t5()
     return own, behind(build(own), own)
 
@@ -178,20 +184,11 @@ SAME_AS_GREEDY = {"greedy", "no cache", "no suppressed token"}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_mode(pair, batch, mode: str) -> None:
-    own, ours = pair
+def test_each_mode(each_pair, batch, mode: str) -> None:
+    own, ours = each_pair
     expected = check(own, ours, batch, **SHORT, **MODES[mode])
     plain = reference(own, batch, **SHORT)
     assert torch.equal(expected, plain) == (mode in SAME_AS_GREEDY), "a mode should change something here"
-
-
-SOME = {name: MODES[name] for name in ("four beams", "no cache")}
-
-
-@pytest.mark.parametrize("mode", SOME)
-def test_each_kind_of_model(tiny_t5, kind: str, build, batch, mode: str) -> None:
-    own = tiny_t5(kind)
-    check(own, behind(build(own), own), batch, **SHORT, **SOME[mode])
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -276,11 +273,11 @@ def test_scores(pair, batch, options: dict[str, Any]) -> None:
     assert_close(*transitions, atol=ATOL)
 
 
-def test_a_streamer(mini, build) -> None:
+def test_a_streamer(mini) -> None:
     model, tokenizer = mini
     streamer = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
     batch = tokenizer("translate English to German: Where is the station?", return_tensors="pt")
-    behind(build(model), model).generate(**batch, streamer=streamer, max_new_tokens=16)
+    behind(TorchEager(model), model).generate(**batch, streamer=streamer, max_new_tokens=16)
     expected = model.generate(**batch, max_new_tokens=16)[0]
     assert "".join(streamer) == tokenizer.decode(expected, skip_special_tokens=True)
 
@@ -325,13 +322,7 @@ def test_encoder_outputs_that_are_of_no_source_or_another_mask(pair, batch) -> N
 def test_hidden_states_are_not_handed_out(pair, batch) -> None:
     """Nor row numbers in their place, which would be pooled without an error."""
     encoded = pair[1].get_encoder()(**batch)
-    for use in (
-        lambda: encoded.last_hidden_state,
-        lambda: encoded[0],
-        lambda: encoded.to_tuple(),
-        lambda: [*encoded],
-        lambda: encoded.get("last_hidden_state"),
-    ):
+    for use in (lambda: encoded.last_hidden_state, lambda: encoded[0], lambda: encoded.to_tuple(), lambda: [*encoded]):
         with pytest.raises(InputError, match="stay in the backend"):
             use()
 
@@ -373,10 +364,11 @@ ASSISTANTS = {"itself": 1, "another model": 2}
 
 @pytest.mark.parametrize("ours_assists", [True, False], ids=["ours", "torch's"])
 @pytest.mark.parametrize("seed", ASSISTANTS.values(), ids=ASSISTANTS.keys())
-def test_an_assistant(tiny_t5, build, batch, seed: int, ours_assists: bool) -> None:
+def test_an_assistant(tiny_t5, batch, seed: int, ours_assists: bool) -> None:
     kind = "shallower-decoder"  # its own generate() needs no cache made for it
     own, assistant = tiny_t5(kind), copy.deepcopy(tiny_t5(kind, seed=seed))
-    ours, helper = behind(build(own), own), behind(build(assistant), assistant) if ours_assists else assistant
+    ours = behind(TorchEager(own), own)
+    helper = behind(TorchEager(assistant), assistant) if ours_assists else assistant
     helper.generation_config.update(num_assistant_tokens=4, assistant_confidence_threshold=0.0)
     one = {name: tensor[:1] for name, tensor in batch.items()}
     expected = reference(own, one, max_new_tokens=20)
@@ -399,9 +391,9 @@ def decoder_ids(rows: int, length: int, seed: int = 1) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_forward_gives_the_logits(tiny_t5, kind: str, build, batch) -> None:
+def test_forward_gives_the_logits(tiny_t5, kind: str, batch) -> None:
     own = tiny_t5(kind)
-    ours, tokens = behind(build(own), own), decoder_ids(6, 7)
+    ours, tokens = behind(TorchEager(own), own), decoder_ids(6, 7)
     expected = own(**batch, decoder_input_ids=tokens).logits
     assert len(expected.argmax(-1).unique()) > 8
     whole = ours(**batch, decoder_input_ids=tokens, use_cache=False)
@@ -410,9 +402,8 @@ def test_forward_gives_the_logits(tiny_t5, kind: str, build, batch) -> None:
     first = ours(encoder_outputs=ours.encoder(**batch), decoder_input_ids=tokens[:, :3])
     second = ours(cache=first[cache_name()], decoder_input_ids=tokens[:, 3:6].to(torch.int32))
     third = ours(past_key_values=second.past_key_values, decoder_input_ids=tokens[:, 6:])
-    assert_close(
-        torch.cat([first.logits, second.logits, third.logits], 1), expected, atol=ATOL
-    )  # none was written over
+    chunks = torch.cat([first.logits, second.logits, third.logits], 1)  # none was written over
+    assert_close(chunks, expected, atol=ATOL)
     assert third.past_key_values.get_seq_length() == 7
 
 
@@ -504,8 +495,8 @@ PROGRAM = [("step", 2), ("crop", 1), ("step", 3), ("step", 1), ("crop", 3), ("st
 
 
 @torch.no_grad()
-def test_a_program_of_operations(pair, batch) -> None:
-    check_program(*pair, batch, PROGRAM)
+def test_a_program_of_operations(each_pair, batch) -> None:
+    check_program(*each_pair, batch, PROGRAM)
 
 
 @torch.no_grad()
@@ -579,15 +570,16 @@ PLAIN = [
     dict(forced_bos_token_id=17, min_new_tokens=2, renormalize_logits=True),
 ]  # fmt: skip
 PLAIN_BEAMS = [
-    dict(num_beams=2), dict(num_beams=4, num_return_sequences=4, length_penalty=2.0), dict(early_stopping=True),
-    dict(early_stopping="never", length_penalty=-1.0), dict(early_stopping="never", length_penalty=1.5),
+    dict(num_beams=2), dict(num_beams=4, num_return_sequences=4, length_penalty=2.0, early_stopping="never"),
+    dict(decoder_input_ids=torch.full((6, 3), 7), min_length=6), dict(forced_bos_token_id=17, renormalize_logits=True),
+    dict(bad_words_ids=[[9]], forced_eos_token_id=1, suppress_tokens=list(range(0, 300, 3))),
     dict(no_repeat_ngram_size=2), dict(repetition_penalty=1.7, no_repeat_ngram_size=1, num_return_sequences=3),
     dict(no_repeat_ngram_size=1, eos_token_id=list(range(1, 60)), early_stopping=True, renormalize_logits=True),
     dict(repetition_penalty=3.0, decoder_input_ids=torch.full((6, 3), 7), min_new_tokens=4, forced_eos_token_id=1),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [*PLAIN, *(dict(num_beams=3) | each for each in PLAIN + PLAIN_BEAMS)])
+@pytest.mark.parametrize("options", [*PLAIN, *(dict(num_beams=3) | each for each in PLAIN_BEAMS)])
 def test_plain_searches_are_our_own_loops(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
     own, ours = pair
     monkeypatch.setattr(DecoderCache, "append", None)  # which any other loop would call
@@ -733,41 +725,14 @@ def test_processors_of_beams_share_no_cores_with_the_runtime(tiny_t5, batch, mon
         torch.set_num_threads(before)
 
 
-# --------------------------------------------------------------------------------------------------------- bad backends
-
-
-BEAMS = dict(num_beams=3, max_new_tokens=10)
-BROKEN = {
-    "no reorder": (NoReorder, BEAMS, 6),
-    "no mask": (NoMask, SHORT, 6),
-    "no mask, beams": (NoMask, BEAMS, 6),
-    "no trim": (broken(rollback=lambda self, state, accepted: None), LOOKUP, 1),
-    "other tokens": (
-        broken(step=lambda self, state, ids: np.roll(TorchEager.step(self, state, ids), 1, axis=-1)), SHORT, 6),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_backend_is_caught(tiny_t5, batch, name: str) -> None:
-    make, options, rows = BROKEN[name]
-    own, some = tiny_t5(), {name: tensor[:rows] for name, tensor in batch.items()}
-    check(own, behind(TorchEager(own), own), some, **options)
-    with pytest.raises(AssertionError, match="the tokens differ"):
-        check(own, behind(make(own), own), some, **options)
-
-
 # ---------------------------------------------------------------------------------------------- as a transformers model
 
 
 def test_what_is_asked_of_a_model(pair, batch) -> None:
     own, ours = pair
-    assert (ours.device, ours.dtype, ours.training) == (torch.device("cpu"), torch.float32, False)
     assert ours.can_generate() and ours.num_parameters() == own.num_parameters() and ours.config.is_encoder_decoder
-    for same in (ours.to("cpu"), ours.to(torch.float32), ours.float(), ours.eval(), ours.cpu()):
-        assert same is ours
-    for move in (ours.half, ours.bfloat16, lambda: ours.to(torch.float16), lambda: ours.to("meta")):
-        with pytest.raises(InputError, match="no weights to move"):
-            move()
+    for same in (ours.to(torch.float32), ours.float(), ours.cpu()):
+        assert same is ours and not same.training
     with pytest.raises(InputError, match="save_pretrained"):
         ours.state_dict()
     before = own.config.to_dict()
@@ -775,36 +740,18 @@ def test_what_is_asked_of_a_model(pair, batch) -> None:
     assert own.config.to_dict() == before and own.config is not ours.config
 
 
-def test_defaults_of_generation(tiny_t5, build, batch) -> None:
+def test_defaults_of_generation(tiny_t5, batch) -> None:
     own = copy.deepcopy(tiny_t5())
     own.generation_config.update(max_length=7, num_beams=3, length_penalty=0.4)
-    ours = behind(build(own), own)
+    ours = behind(TorchEager(own), own)
     expected = check(own, ours, batch)
     assert expected.shape == (6, 7)
     given = GenerationConfig(num_beams=2, max_new_tokens=9, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
     assert torch.equal(ours.generate(**batch, generation_config=given), reference(own, batch, generation_config=given))
     own.generation_config.max_length = 5
     assert ours.generation_config.max_length == 7
-    without = AcceleratedT5(build(own), own.config)
+    without = AcceleratedT5(TorchEager(own), own.config)
     assert without.generation_config.eos_token_id == 1 and without.generation_config.max_length in (20, None)
-
-
-def test_pipelines(mini, build) -> None:
-    own, tokenizer = mini
-    ours = behind(build(own), own)
-    texts = [source_text(name, row) for name in ("translation", "questions") for row in task_rows(name, limit=1)]
-    options = dict(max_new_tokens=12, num_beams=2)
-    batch = tokenizer(texts, return_tensors="pt", padding=True)
-    expected = tokenizer.batch_decode(own.generate(**batch, **options), skip_special_tokens=True)
-    assert len(set(expected)) > 3
-    with quiet():
-        assert tokenizer.batch_decode(ours.generate(**batch, **options), skip_special_tokens=True) == expected
-    if V5:
-        return  # it dropped this pipeline
-    with quiet("Device set to use cpu"):
-        pipe = transformers.pipeline("text2text-generation", model=ours, tokenizer=tokenizer, device="cpu")
-        answers = [answer["generated_text"] for answer in pipe(list(texts), batch_size=4, **options)]
-    assert answers == expected
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
@@ -850,12 +797,6 @@ def test_what_forward_cannot_be_given(pair) -> None:
     refused(call, "output_attentions", True)
     refused(call, "use_cash", True)
     refused(partial(call, input_ids=None), "inputs_embeds", hidden)
-    refused(call, "decoder_input_ids", torch.zeros(2, 3), match="decoder_input_ids must be integers")
-    refused(call, "decoder_input_ids", ids[:, :0], match="decoder_input_ids")
-    refused(call, "decoder_input_ids", ids[0], match="2 dimensions")
-    refused(call, "decoder_input_ids", ids[:1], match="decoder_input_ids")
-    refused(call, "decoder_input_ids", ids + 300, match="0 … 299")
-    refused(call, "attention_mask", torch.tensor([[1, 1, 1], [1, 2, 0]]), match="attention_mask")
     refused(partial(call, input_ids=None), "encoder_outputs", (hidden,), match="encoder_outputs .*tuple")
     refused(partial(call, input_ids=None), "past_key_values", DynamicCache(), match="DynamicCache")
 
@@ -884,30 +825,34 @@ def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> Non
 @pytest.fixture
 def exported(tiny_t5, tmp_path: Path) -> AcceleratedT5:
     """A model whose backend came from a folder."""
-    export_model(tiny_t5(), tmp_path / "export")
+    export_model(tiny_t5(), tmp_path / "export", external_threshold_bytes=0)
     ours = AcceleratedT5.from_pretrained(tmp_path / "export")
-    ours.generation_config.max_length = 33
+    ours.generation_config.update(max_length=9, num_beams=2)
     return ours
 
 
-def test_save_pretrained(exported, tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
+def test_a_saved_export_is_one(exported, tiny_t5, batch, tmp_path: Path) -> None:
+    """Its manifest knows the hashes of what was written anew: it is checked before anything is loaded."""
+    expected = reference(tiny_t5(), batch, max_length=9, num_beams=2)
+    assert_varied(expected)
     made = {path.name for path in (tmp_path / "export").iterdir()}
     (tmp_path / "export" / "README.md").write_text("what came with a download is not copied")
     (tmp_path / "export" / ".cache").mkdir()
+    (tmp_path / "empty").mkdir()
     with quiet():
-        for folder in (tmp_path / "new" / "deep", str(empty)):
+        for folder in (tmp_path / "new" / "deep", str(tmp_path / "empty")):
             exported.save_pretrained(folder)
-            saved = Path(folder)
-            assert {path.name for path in saved.iterdir()} == made
-            assert (saved / "encoder.onnx").read_bytes() == (tmp_path / "export" / "encoder.onnx").read_bytes()
-            config = transformers.AutoConfig.from_pretrained(saved)
-            assert config.vocab_size == 300 and config.num_decoder_layers == 3
-            assert GenerationConfig.from_pretrained(saved).max_length == 33
-            assert json.loads((saved / "config.json").read_text())["model_type"] == "t5"
+            assert {path.name for path in Path(folder).iterdir()} == made
+            assert transformers.AutoConfig.from_pretrained(folder).num_decoder_layers == 3
+            assert GenerationConfig.from_pretrained(folder).max_length == 9
+        for model in (exported, AcceleratedT5.from_pretrained(tmp_path / "new" / "deep")):
+            assert torch.equal(model.generate(**batch), expected)
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"export", "new", "empty"}
-    assert empty.stat().st_mode == (tmp_path / "new" / "deep").stat().st_mode == (tmp_path / "export").stat().st_mode
+    modes = {(tmp_path / name).stat().st_mode for name in ("export", "empty", "new/deep")}
+    assert len(modes) == 1
+    (tmp_path / "empty" / "generation_config.json").write_text("{}")
+    with pytest.raises(T5AccelError, match="generation_config.json"):
+        AcceleratedT5.from_pretrained(tmp_path / "empty")
 
 
 def test_save_pretrained_refuses(exported, tiny_t5, tmp_path: Path) -> None:
@@ -916,24 +861,13 @@ def test_save_pretrained_refuses(exported, tiny_t5, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "export", tmp_path / "export" / "encoder.onnx"):
         with pytest.raises(InputError, match="no empty folder"):
             exported.save_pretrained(folder)
-    for folder in (tmp_path / "export" / "copy", tmp_path / "export" / "more" / "copy"):
-        with pytest.raises(InputError, match="lies inside"):
-            exported.save_pretrained(folder)
+    with pytest.raises(InputError, match="lies inside"):
+        exported.save_pretrained(tmp_path / "export" / "more" / "copy")
     with pytest.raises(InputError, match="came from no folder"):
         behind(TorchEager(own), own).save_pretrained(tmp_path / "new")
     with pytest.raises(InputError, match="state_dict"):
         exported.save_pretrained(tmp_path / "new", state_dict={})
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_save_pretrained_leaves_nothing_half_written(exported, tmp_path: Path, monkeypatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(exported.generation_config, "save_pretrained", fail)
-    with pytest.raises(OSError, match="no space left"):
-        exported.save_pretrained(tmp_path / "new")
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["export"]
 
 
 def test_save_pretrained_keeps_a_file_that_came_meanwhile(exported, tmp_path: Path, monkeypatch) -> None:
@@ -945,21 +879,15 @@ def test_save_pretrained_keeps_a_file_that_came_meanwhile(exported, tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"export", "empty"}
 
 
-def test_a_saved_export_is_one(tiny_t5, batch, tmp_path: Path) -> None:
-    """Its manifest knows the hashes of what was written anew: it is checked before anything is loaded."""
-    own = tiny_t5()
-    export_model(own, tmp_path / "export")
-    expected = reference(own, batch, max_length=9, num_beams=2)
-    assert_varied(expected)
-    ours = AcceleratedT5.from_pretrained(tmp_path / "export")
-    ours.generation_config.update(max_length=9, num_beams=2)
-    ours.save_pretrained(tmp_path / "new")
-    for model in (ours, AcceleratedT5.from_pretrained(tmp_path / "new")):
-        with quiet():
-            assert torch.equal(model.generate(**batch), expected)
-    (tmp_path / "new" / "generation_config.json").write_text("{}")
-    with pytest.raises(T5AccelError, match="generation_config.json"):
-        AcceleratedT5.from_pretrained(tmp_path / "new")
+def test_a_damaged_export_is_not_saved_with_hashes_of_the_damage(exported, tmp_path: Path) -> None:
+    weights = tmp_path / "export" / "weights.data"
+    content = bytearray(weights.read_bytes())
+    content[100] ^= 1
+    weights.with_suffix(".new").write_bytes(content)
+    weights.with_suffix(".new").replace(weights)
+    with pytest.raises(T5AccelError, match="weights.data was altered"):
+        exported.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_changed_defaults_are_saved_for_every_loop(tiny_t5, tmp_path: Path) -> None:
@@ -973,19 +901,6 @@ def test_changed_defaults_are_saved_for_every_loop(tiny_t5, tmp_path: Path) -> N
     found = greedy(OrtNumpy(tmp_path / "new"), ids, max_new_tokens=6).sequences[0].tolist()
     expected = own.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)[0, 1:].tolist()
     assert found == expected and found[-1] == second_end and len(found) <= 3
-
-
-def test_a_damaged_export_is_not_saved_with_hashes_of_the_damage(tiny_t5, tmp_path: Path) -> None:
-    export_model(tiny_t5(), tmp_path / "export", external_threshold_bytes=0)
-    ours = AcceleratedT5.from_pretrained(tmp_path / "export")
-    weights = tmp_path / "export" / "weights.data"
-    content = bytearray(weights.read_bytes())
-    content[100] ^= 1
-    weights.with_suffix(".new").write_bytes(content)
-    weights.with_suffix(".new").replace(weights)
-    with pytest.raises(T5AccelError, match="weights.data was altered"):
-        ours.save_pretrained(tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 def test_the_tokenizer_comes_with_the_folder(tiny_t5, mini, tmp_path: Path) -> None:

@@ -146,6 +146,3 @@ def test_a_model_that_is_prepared(tiny_t5, batch) -> None:
     ours = accelerate(own, runtime="torch", progress=False)
     prepared = huggingface.Accelerator(cpu=True).prepare(ours)
     assert prepared is ours and torch.equal(prepared.generate(**batch, **SHORT), reference(own, batch, **SHORT))
-
-
-# On a GPU

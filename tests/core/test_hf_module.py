@@ -358,15 +358,6 @@ def test_a_spawning_data_loader(static) -> None:
     assert [found[0].tolist() for found in loader] == [rows[row].tolist() for row in range(2)]
 
 
-@pytest.mark.long
-def test_datasets_map_in_two_processes(static) -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = Answering(static)
-    given = datasets.Dataset.from_dict({"row": [0, 1]})
-    found = given.map(lambda each: {"answer": rows[each["row"]].tolist()}, num_proc=2, load_from_cache_file=False)
-    assert found["answer"][:] == [rows[row].tolist() for row in range(2)]
-
-
 def test_close(tiny_t5, static, batch, tmp_path: Path) -> None:
     with static as model:
         assert model is static

@@ -82,7 +82,7 @@ def codes(blocks: QuantizedBlocks) -> np.ndarray:
 # How far off
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(weight=weights, bits=st.sampled_from(BITS), size=st.sampled_from(SIZES))
 def test_no_weight_is_further_off_than_its_level(weight: np.ndarray, bits: int, size: int) -> None:
     blocks = quantize_blocks(weight, bits, size)
@@ -151,7 +151,7 @@ def test_many_rows_are_rounded_a_few_at_a_time(monkeypatch, bits: int) -> None:
 # A scale for each output
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(weight=weights, per_channel=st.booleans(), reduce_range=st.booleans())
 def test_no_weight_is_further_off_than_half_a_level(weight: np.ndarray, per_channel: bool, reduce_range: bool) -> None:
     channels = quantize_channels(weight, per_channel=per_channel, reduce_range=reduce_range)

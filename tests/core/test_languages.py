@@ -30,14 +30,16 @@ from t5accel.cli import app
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
-from t5accel.decoding.sampling import SamplingParams, sample
+from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream_text
 from t5accel.errors import InputError
+from t5accel.graphs.export import export_model
 from t5accel.models.families import BEYOND_T5
 from t5accel.models.load import data_folder
 from t5accel.models.prefixes import Languages, prefixes_of
 from t5accel.models.random_init import random_model
+from t5accel.precision.gate import text_score
 from t5accel.serve.app import make_app
 from t5accel.serve.batch.job import Model, Settings, run
 from t5accel.serve.request import GenerationRequest
@@ -240,11 +242,8 @@ def test_every_loop_writes_the_language_as_transformers_does(make, kind: str) ->
         assert first == made.first(language)
         expected, _ = made.answers(language)
         answers.append(expected)
-        for algorithm in (
-            greedy,
-            prompt_lookup,
-            lambda one, *given, **options: speculative(one, backend, *given, **options),
-        ):
+        guessed = lambda one, *given, **options: speculative(one, backend, *given, **options)  # noqa: E731
+        for algorithm in (greedy, prompt_lookup, guessed):
             assert ended(algorithm(backend, *given, max_new_tokens=LONGEST, **first).sequences, made.model) == expected
         assert ended(by_defaults(backend, max_new_tokens=LONGEST, num_beams=1, **first)(*map(np.asarray, given)),
                      made.model) == expected  # fmt: skip
@@ -258,29 +257,13 @@ def test_every_loop_writes_the_language_as_transformers_does(make, kind: str) ->
     assert answers[0] != answers[1] and max(map(len, answers[0])) > 2
 
 
-@pytest.mark.parametrize("kind", ["nllb", "mbart"])  # a first token that is forced, and another start
-def test_requests_of_one_running_batch_write_different_languages(make, kind: str) -> None:
-    made = make(kind)
-    backend = TorchEager(made.model)
-    batch = made.source(TEXTS, made.other)
-    rows = [ids[mask == 1].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    more = (dict(), dict(num_beams=3), dict(sampling=SamplingParams(top_k=1)))
+def test_requests_for_tokens_that_there_are_not(make) -> None:
+    backend = TorchEager(make("nllb").model)
     with Scheduler(backend) as scheduler:
-        asked = [(language, options, source) for language in (made.own, made.other) for options in more
-                 for source in range(len(rows))]  # fmt: skip
-        tickets = scheduler.submit_all([
-            GenerationRequest(rows[source], max_new_tokens=LONGEST, **options, **made.first(language))
-            for language, options, source in asked
-        ])  # fmt: skip
-        found = [ticket.result(30)[0].tokens for ticket in tickets]
         for wrong in (dict(forced_bos_token_id=backend.vocab_size), dict(decoder_start_token_id=-1),
                       dict(decoder_start_token_id=backend.vocab_size), dict(forced_bos_token_id=2)):  # fmt: skip
             with pytest.raises(InputError, match=next(iter(wrong))):
-                scheduler.submit(GenerationRequest(rows[0], **wrong))
-    expected = {(language, beams): made.answers(language, num_beams=beams)[0]
-                for language in (made.own, made.other) for beams in (1, 3)}  # fmt: skip
-    for (language, options, source), tokens in zip(asked, found, strict=True):
-        assert tokens == expected[language, options.get("num_beams", 1)][source]
+                scheduler.submit(GenerationRequest([5, 2], **wrong))
 
 
 def test_transformers_own_search_is_told_as_well(make) -> None:
@@ -548,3 +531,16 @@ def test_threads_ask_for_different_languages(make) -> None:
                          src_lang=language)(TEXTS)  # fmt: skip
 
     in_threads(lambda: work("fra_Latn"), lambda: work("deu_Latn"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_of_a_language_that_is_known(make, tmp_path: Path, kind: str) -> None:
+    made = make(kind)
+    model, score = copy.deepcopy(made.model), text_score([{"source": "a", "target": "b"}], "exact_match", threads=1)
+    if kind != "mbart":  # which starts its outputs with it
+        export_model(model, tmp_path / "unknown", tokenizer=made.tokenizer)
+        with pytest.raises(InputError, match="must name its outputs' language"):
+            score(tmp_path / "unknown")
+        model.generation_config.forced_bos_token_id = made.token(made.other)
+    export_model(model, tmp_path / "known", tokenizer=made.tokenizer)
+    assert score(tmp_path / "known").keys() == {"exact_match"}

@@ -24,7 +24,7 @@ import onnxruntime
 import psutil
 import pytest
 import torch
-from programs import ATOL, PROGRAM, Watched, check_as_it_was, check_program, histories_of, logits_after_all
+from programs import ATOL, PROGRAM, Watched, check_as_it_was, check_program, histories_of
 from refused import refused
 from test_encoder_cache import check, in_threads, logits_of
 
@@ -36,23 +36,21 @@ from t5accel.backends import ort_cuda, ort_memory
 from t5accel.backends.openvino_encoder import BF16_FLAGS
 from t5accel.backends.ort_cuda import OrtPointers, bind_tensor
 from t5accel.backends.ort_memory import run_into
-from t5accel.backends.ort_numpy import OrtNumpy, OrtSource, expand_index_to_heads
+from t5accel.backends.ort_numpy import OrtNumpy, OrtSource
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError, InputError, MissingPackageError
 from t5accel.graphs.export import export_model
-from t5accel.models.sizes import T5Dims
 from t5accel.parity import assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = SessionSettings(threads=1)
 BF16 = bool(BF16_FLAGS & {*(machine.facts(gpu=False)["cpu_flags"] or ())})
-RUNTIMES = [OrtNumpy, OrtBound, OrtPointers]
 
 
-@pytest.fixture(scope="session", params=RUNTIMES, ids=lambda runtime: runtime.__name__)
+@pytest.fixture(scope="session", params=[OrtNumpy, OrtPointers], ids=lambda runtime: runtime.__name__)
 def runtime(request: pytest.FixtureRequest) -> type[OrtNumpy]:
     return request.param
 
@@ -63,15 +61,7 @@ def own(runtime, exported) -> OrtNumpy:
     return runtime(exported("deeper-decoder"), settings=ONE_THREAD)
 
 
-# Logits under teacher forcing
-
-
-def test_all_runtimes_agree_to_the_last_bit(opened, padded_batch) -> None:
-    """The session computes the same, however its tensors are handed over."""
-    new = histories_of(6, 2, 5)
-    logits = [logits_after_all(opened(runtime), *padded_batch, new) for runtime in RUNTIMES]
-    for other in logits[1:]:
-        np.testing.assert_array_equal(other, logits[0])
+# Memory
 
 
 def test_the_earlier_past_is_freed(runtime, exported) -> None:
@@ -167,74 +157,15 @@ def test_bf16_is_refused_on_a_cpu_without_it(exported, monkeypatch) -> None:
         OrtNumpy(exported(), settings=SessionSettings(openvino=True, encoder_precision="bf16"))
 
 
-# Broken ones are caught
-
-
-Broken = Callable[[OrtNumpy], dict[str, Callable[..., Any]]]
-
-
-def left_aligned(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
-    """After a ragged trim the shorter histories end too early: their relative positions are wrong."""
-
-    def rollback(state: Any, accepted: np.ndarray) -> None:
-        type(backend).rollback(backend, state, accepted)
-        width, shape = state.rows.width, state.rows.shape
-        index = (np.arange(width) + state.rows.padding.reshape(-1, 1)) % max(width, 1)
-        flat = backend._from_host(expand_index_to_heads(index, 4, width))
-        state.past = [backend._gathered(past, 4, flat, (*shape, 4, width)) for past in state.past]
-        state.rows = dataclasses.replace(state.rows, padding=np.zeros_like(state.rows.padding), ragged=False)
-
-    return {"rollback": rollback}
-
-
-def with_past_mask(change: Callable[[np.ndarray], np.ndarray]) -> Broken:
-    """It attends to the garbage in front of the shorter histories."""
-
-    def broken(backend: OrtNumpy) -> dict[str, Callable[..., Any]]:
-        def run_decoder(state: Any, new: np.ndarray, past_mask: np.ndarray) -> Any:
-            return type(backend)._run_decoder(backend, state, new, change(past_mask))
-
-        return {"_run_decoder": run_decoder}
-
-    return broken
-
-
-BROKEN: dict[str, Broken] = {
-    "no mask of the past": with_past_mask(np.ones_like),
-    "left-aligned past": left_aligned,
-    "the past of another layer": lambda backend: {
-        "past_names": [*backend.past_names[2:], *backend.past_names[:2]],
-        "outputs": backend.outputs,
-    },
-}
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_backend_is_caught(own, tiny_t5, padded_batch, broken: str) -> None:
-    check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
-    vars(own).update(BROKEN[broken](own))
-    with pytest.raises(AssertionError, match="not close"):
-        check_program(own, tiny_t5(), *padded_batch, 3, PROGRAM)
-
-
 # Bad input
 
 
 def test_invalid_arguments(runtime, exported, padded_batch, tmp_path: Path) -> None:
-    open_ = partial(runtime, exported(), settings=ONE_THREAD)
-    assert open_(max_source_tokens=9).encode(*padded_batch).mask.shape == (6, 9)
+    few = runtime(exported(), settings=ONE_THREAD, max_source_tokens=9)
+    assert few.encode(*padded_batch).mask.shape == (6, 9)
     with pytest.raises(InputError, match="max_source_tokens"):
-        open_(max_source_tokens=9).encode(np.full((1, 10), 5), np.ones((1, 10), dtype=np.int64))
-    refused(open_, "max_source_tokens", 0, 1.5, "9", True)
-    refused(open_, "settings", "cpu", {"threads": 1})
-    refused(runtime, "folder", None, 5, "", b"x")
+        few.encode(np.full((1, 10), 5), np.ones((1, 10), dtype=np.int64))
     refused(runtime, "folder", tmp_path, match="no export", error=ExportError)
-
-
-def test_invalid_settings(exported) -> None:
-    for name, wrong in (("threads", [0, 1.5, 5000]), ("device", ["tpu", [], None]), ("spinning", [1]),
-                        ("arena", ["no"])):  # fmt: skip
-        refused(SessionSettings, name, *wrong)
     with pytest.raises(InputError, match="OrtPointers"):
         OrtBound(exported(), settings=SessionSettings(device="cuda"))
 
@@ -430,14 +361,7 @@ def test_a_failed_gather_leaves_the_state_as_it_was(
     check_as_it_was(own, state, tiny_t5(), padded_batch)
 
 
-# Addresses
-
-
-def unchecked(binding: Any, name: str, tensor: torch.Tensor, *, is_output: bool = False, **_: Any) -> None:
-    """As it is often written: the address and the tensor's own shape."""
-    element = np.int64 if tensor.dtype == torch.int64 else np.float32
-    bind = binding.bind_output if is_output else binding.bind_input
-    bind(name, "cpu", 0, element, tuple(tensor.shape), tensor.data_ptr())
+# Places and addresses
 
 
 def test_a_place_that_is_taken_again_makes_no_past_longer(own, padded_batch, monkeypatch) -> None:
@@ -456,29 +380,6 @@ def test_a_place_that_is_taken_again_makes_no_past_longer(own, padded_batch, mon
     again = own.new_state(own.encode(ids[1:2], mask[1:2]))
     own.step(again, new)
     assert_close(own.step(state, new), own.step(again, new), atol=ATOL)
-
-
-def test_an_address_knows_no_strides(opened, tiny_t5, padded_batch, monkeypatch) -> None:
-    """The same values at other strides give other logits, without an error."""
-    backend, new = opened(OrtPointers), histories_of(6, 2, 4)
-    state = backend.new_state(backend.encode(*padded_batch), 2)
-    backend.step(state, new)
-    good = state.past
-    strided = [past.transpose(3, 4).contiguous().transpose(3, 4) for past in good]
-    assert all(torch.equal(a, b) and a.stride() != b.stride() for a, b in zip(strided, good, strict=True))
-    rows, next_tokens = state.rows, new[:, :, :1]
-    expected = backend.step(state, next_tokens)
-
-    state.rows, state.past = rows, strided
-    with pytest.raises(InputError, match="past_key_0"):
-        backend.step(state, next_tokens)
-    assert state.rows is rows and state.past is strided
-
-    monkeypatch.setattr(ort_cuda, "bind_tensor", unchecked)
-    silently_wrong = backend.step(state, next_tokens)
-    assert np.isfinite(silently_wrong).all() and np.abs(silently_wrong - expected).max() > 0.1
-    state.rows, state.past = rows, good
-    np.testing.assert_array_equal(backend.step(state, next_tokens), expected)
 
 
 @pytest.mark.parametrize("is_output", [False, True], ids=["input", "output"])
@@ -555,20 +456,6 @@ def test_the_session_writes_into_bound_tensors(opened, padded_batch, monkeypatch
     assert bound and not bound.keys() & set(backend.cross_names)
 
 
-def test_its_tensors_are_contiguous_after_every_operation(opened, padded_batch) -> None:
-    backend, new = opened(OrtPointers), histories_of(6, 2, 3)
-    state = backend.new_state(backend.encode(*padded_batch), 2)
-    for change in (
-        lambda: backend.step(state, new),
-        lambda: backend.rollback(state, np.array([[1, 3]] * 6)),
-        lambda: backend.reorder(state, np.array([[1, 1]] * 6)),
-        lambda: backend.select_sources(state, np.array([5, 2])),
-        lambda: backend.step(state, new[:2]),
-    ):
-        change()
-        assert all(tensor.is_contiguous() for tensor in [*state.past, *state.source.inputs.values()])
-
-
 # Bytes
 
 
@@ -587,46 +474,21 @@ def by_kind(arrays: dict[str, np.ndarray]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("past", [0, 4])
-@pytest.mark.parametrize("way", ["fed", "bound"])
-def test_the_bytes_of_a_step_are_those_of_its_arrays(exported, padded_batch, monkeypatch, way: str, past: int) -> None:
-    backend = {"fed": OrtNumpy, "bound": OrtBound}[way](exported(), settings=ONE_THREAD)
+def test_the_bytes_of_a_step_are_those_of_its_arrays(exported, padded_batch, past: int) -> None:
+    backend = OrtNumpy(exported(), settings=ONE_THREAD)
     state, new = backend.new_state(backend.encode(*padded_batch), 2), histories_of(6, 2, 4)
     if past:
         backend.step(state, new)
-    handed_in: dict[str, np.ndarray] = {}
-    taken_back: dict[str, np.ndarray] = {}
+    seen: list[dict[str, np.ndarray]] = []
 
-    def run_fed(run: Callable[..., Any], names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-        results = run(names, feeds)
-        handed_in.update(feeds)
-        taken_back.update(zip(names, results, strict=True))
+    def run(run: Callable[..., Any], names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        seen.extend([feeds, dict(zip(names, results := run(names, feeds), strict=True))])
         return results
 
-    if way == "fed":
-        backend.decoder = Watched(backend.decoder, run_fed)
-    else:
-        bind = onnxruntime.IOBinding.bind_cpu_input
-        noted = lambda self, name, array: (handed_in.__setitem__(name, array), bind(self, name, array))  # noqa: E731
-        monkeypatch.setattr(onnxruntime.IOBinding, "bind_cpu_input", noted)
-    logits = backend.step(state, new[:, :, :3])
-    expected = bytes_per_step(backend.dims, batch=6, rows=2, past=past, new=3, source=9)[way]
-    assert by_kind(handed_in) == expected.handed_in
-    assert by_kind(taken_back or {"logits": logits}) == expected.taken_back
-
-
-def test_bytes_of_unequal_layers_and_half_precision() -> None:
-    dims = T5Dims(100, 8, 6, (2,), (1, 3), (2, 1), (16,), (16, 16), gated=False, tied=True)
-    step = bytes_per_step(dims, batch=2, rows=3, past=5, new=1, source=7, element_bytes=2)
-    assert step["fed"].handed_in == {
-        "input_ids": 2 * 3 * 8,
-        "past_mask": 2 * 3 * 5 * 8,
-        "self_attention": 2 * 3 * 5 * (1 + 3) * 6 * 2 * 2,
-        "cross_attention": 2 * 7 * (2 + 1) * 6 * 2 * 2,
-        "attention_mask": 2 * 7 * 8,
-    }
-    assert step["fed"].taken_back == {"logits": 2 * 3 * 100 * 4, "self_attention": 2 * 3 * 6 * (1 + 3) * 6 * 2 * 2}
-    assert step["bound"].handed_in == {"input_ids": 48, "past_mask": 240}
-    assert step["bound"].taken_back == {"logits": 2400}
+    backend.decoder = Watched(backend.decoder, run)
+    backend.step(state, new[:, :, :3])
+    expected = bytes_per_step(backend.dims, batch=6, rows=2, past=past, new=3, source=9)["fed"]
+    assert [*map(by_kind, seen)] == [expected.handed_in, expected.taken_back]
 
 
 # Other processes
@@ -657,22 +519,14 @@ assert not heavy & {name.split(".")[0] for name in sys.modules}
 """
 
 
-def test_translates_without_torch_and_transformers(exported_mini, mini) -> None:
-    model, tokenizer = mini
-    texts = ["translate English to German: The house is small.", "translate English to German: I do not know."]
+def test_translates_without_torch_and_transformers(exported_mini) -> None:
+    texts = [f"translate English to French: {text}" for text in ("Where is my bag?", "I am tired.")]
     answer = subprocess.run(
-        [sys.executable, "-c", WITHOUT, exported_mini, *texts],
-        cwd=ROOT,
+        [sys.executable, "-c", WITHOUT, exported_mini, *texts], cwd=ROOT, capture_output=True, encoding="utf-8",
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        encoding="utf-8",
-    )
+    )  # fmt: skip
     assert (answer.returncode, answer.stderr) == (0, "")
-    batch = tokenizer(texts, return_tensors="pt", padding=True)
-    expected = tokenizer.batch_decode(
-        model.generate(**batch, max_new_tokens=24, do_sample=False, num_beams=1), skip_special_tokens=True
-    )
-    assert answer.stdout.splitlines() == expected and len(set(expected)) == 2
+    assert answer.stdout.splitlines() == ["Où est mon sac ?", "Je suis fatigué."]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from row_faults import cross_row_left, shifted_column, stale_mask
 
 from t5accel.backends.ort_memory import BufferPool
 from t5accel.backends.ort_numpy import OrtNumpy
@@ -325,9 +324,9 @@ def check_visits(backend: Any, precision: str, seed: int, program: list[tuple[st
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 999), program=visits())
-def test_rows_join_and_leave_unnoticed(opened, precision: str, seed: int, program: list[tuple[str, int]]) -> None:
-    check_visits(opened[precision], precision, seed, program)
+@given(seed=st.integers(0, 999), program=visits(), longest=st.sampled_from([80, 80, 400]))
+def test_rows_join_and_leave_unnoticed(opened, precision: str, seed: int, program: Any, longest: int) -> None:
+    check_visits(opened[precision], precision, seed, program, longest if precision == "fp32" else 80)
 
 
 LONG = [("steps", 5), ("join", 0), ("steps", 6), ("join", 0), ("steps", 4), ("leave", 0), ("steps", 8), ("join", 0),
@@ -344,14 +343,6 @@ def test_ties_are_rare(opened, precision: str) -> None:
 def test_joining_a_state_that_has_not_begun(folder_of, kind: type[OrtNumpy]) -> None:
     backend = kind(folder_of("fp32"), settings=ONE_THREAD)
     check_visits(backend, "fp32", 0, [("join", 0), ("join", 0), *LONG])
-
-
-@pytest.mark.parametrize("fault", [stale_mask, shifted_column, cross_row_left])
-def test_a_planted_fault_is_noticed(own, monkeypatch, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
-    assert check_visits(own, "fp32", 3, LONG) == 0
-    fault(monkeypatch)
-    with pytest.raises(AssertionError, match="differs at its token"):
-        check_visits(own, "fp32", 3, LONG)
 
 
 def visitor(backend: OrtStatic, length: int) -> Any:
@@ -411,9 +402,3 @@ def test_a_long_source_is_not_read_after_it_has_left(own) -> None:
     own.select_sources(state, np.array([0, 2]))
     assert state.source.mask.shape == (2, 80), "as long as the longest of those who are there"
     check_visits(own, "fp32", 5, [("join", 0), ("steps", 3), ("leave", 0), ("steps", 4), *LONG])
-
-
-@settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 999), program=visits())
-def test_long_sources_join_and_leave_unnoticed(opened, seed: int, program: list[tuple[str, int]]) -> None:
-    check_visits(opened["fp32"], "fp32", seed, program, longest=400)

@@ -6,14 +6,12 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import refused
 from test_export import MODELS
 
 from t5accel.errors import InputError
@@ -27,15 +25,6 @@ INT8, INT4, DYNAMIC = Scheme(), Scheme(bits=4, block_size=32), Scheme("dynamic")
 
 
 # Schemes
-
-
-def test_what_is_no_scheme() -> None:
-    refused(Scheme, "method", "int8", None, ["dynamic"], match="^method")
-    refused(Scheme, "bits", 2, 16, 8.0, True, match="^bits")
-    refused(Scheme, "block_size", 8, 48, -32, None, match="^block_size")
-    refused(Scheme, "accuracy_level", -1, 5, 4.0, match="^accuracy_level")
-    for name in ("per_channel", "reduce_range"):
-        refused(Scheme, name, 1, None, match=f"^{name}")
 
 
 @pytest.mark.parametrize("method", ["dynamic", "static"])
@@ -52,26 +41,6 @@ def test_numbers_of_numpy_are_written_down_all_the_same() -> None:
 
 
 # Recipes
-
-
-def test_what_is_no_recipe() -> None:
-    names = (None, "", "two words", "a/b", "x" * 61, "int8\n")
-    refused(Recipe, "name", *names, match="^name")
-    recipe = partial(Recipe, "x")
-    refused(recipe, "dtype", "fp16", None, np.float16, match="^dtype")
-    for name in ("encoder", "decoder", "head"):
-        refused(recipe, name, "int8", RECIPES["int8"], match=f"^{name}")
-    refused(recipe, "embedding", "int8", DYNAMIC, Scheme("static"), match="^embedding")
-    refused(recipe, "overrides", None, ("lm_head",), (("lm_head", "int8"),), {"lm_head": INT8}, match="overrides|group")
-    refused(recipe, "overrides", (("embedding", DYNAMIC),), match="^embedding")
-    refused(recipe, "kept", None, "lm_head", ["lm_head"], match="kept|group")
-
-
-def test_what_is_no_group() -> None:
-    for group in ("decoder.0.q", "decoder.wo", "encoder.-1.wo", "decoder.0.wo ", "shared", "", "lm_head.weight", 5):
-        refused(partial(Recipe, "x"), "kept", (group,), ("lm_head", group), match="group")
-        refused(partial(Recipe, "x"), "overrides", ((group, None),), match="group")
-        refused(RECIPES["int8"].without, "groups", [group], match="group")
 
 
 def test_which_scheme_a_group_has() -> None:
@@ -129,7 +98,6 @@ overrides = st.dictionaries(groups, st.none() | any_scheme, max_size=3).map(lamb
 recipes = st.builds(
     Recipe, st.from_regex(r"[\w.+-]{1,60}", fullmatch=True), st.sampled_from(DTYPES), st.none() | any_scheme,
     st.none() | any_scheme, st.none() | any_scheme, st.none() | schemes, overrides,
-    st.lists(groups, max_size=2, unique=True).map(tuple),
 )  # fmt: skip
 
 
@@ -146,7 +114,7 @@ def test_what_is_written_is_read_again(recipe: Recipe) -> None:
 def test_every_difference_is_in_the_hash() -> None:
     one = Recipe("x", encoder=INT8, decoder=INT8, head=INT8, embedding=INT8)
     differences: list[dict[str, Any]] = [dict(name="y"), dict(dtype="float16"), dict(overrides=(("lm_head", None),)),
-                                         dict(overrides=(("lm_head", INT4),)), dict(kept=("lm_head",))]  # fmt: skip
+                                         dict(overrides=(("lm_head", INT4),))]  # fmt: skip
     others = dict(bits=4, block_size=32, accuracy_level=1, per_channel=False, reduce_range=True)
     changed = [replace(INT8, **{name: value}) for name, value in others.items()]
     for name in ("encoder", "decoder", "head", "embedding"):
@@ -165,28 +133,6 @@ def test_what_a_later_release_adds_is_left_aside() -> None:
 
 
 # Groups
-
-
-def expected_group(name: str) -> str | None:
-    """By transformers' name of a weight, said in another way."""
-    if name in ("shared.weight", "lm_head.weight"):
-        return "lm_head"
-    stack, _, layer, *rest = name.split(".")
-    if "relative_attention_bias" in rest or "Attention" not in name and "Dense" not in name:
-        return None
-    return f"{stack}.{layer}.{'attention' if 'Dense' not in name else 'wo' if 'wo' in rest else 'feed_forward'}"
-
-
-@pytest.mark.parametrize("name", ["shallower-decoder", "gated-untied", "umt5"])
-def test_every_weight_of_a_model_belongs_to_its_group(tiny_t5, name: str) -> None:
-    kind, sizes = MODELS[name]
-    model = tiny_t5(kind, **sizes)
-    found = {weight: group_of(weight) for weight, _ in model.named_parameters()}
-    assert found == {weight: expected_group(weight) for weight in found}
-    assert {group_of(f"{weight}.T") for weight in found} == set(found.values()), "as products have it"
-    norms = {weight for weight, group in found.items() if group is None}
-    assert norms and all("norm" in weight or "relative" in weight for weight in norms)
-    assert all(Recipe("x", kept=(group,)) for group in found.values() if group)
 
 
 def three(stack: str, layer: int) -> list[str]:

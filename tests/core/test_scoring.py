@@ -19,7 +19,7 @@ from bench.precision import agreement, text_quality
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.distillation.validation import make_validator
-from t5accel.errors import ExportError, InputError, ModelUnavailableError
+from t5accel.errors import InputError
 from t5accel.metrics import ROW_SCORES
 from t5accel.precision.calibration import CalibrationSample
 from t5accel.precision.gate import text_score
@@ -70,37 +70,6 @@ def test_agreement_as_numpy_has_it(tiny_t5, exported, examples, tmp_path: Path, 
     assert actual["closeness"] == pytest.approx(expected["closeness"], rel=1e-2)
 
 
-def test_closeness_moves_before_a_token_does(tiny_t5, exported, examples, tmp_path: Path) -> None:
-    scores = []
-    for number, size in enumerate((1e-4, 1e-3, 1e-1)):
-
-        def warm(model: Any, size: float = size) -> None:
-            model.decoder.final_layer_norm.weight *= 1 - size
-
-        export_model(changed(tiny_t5(), warm), tmp_path / str(number))
-        scores.append(agreement(exported(), examples, threads=1)(tmp_path / str(number)))
-    assert [score["agreement"] for score in scores] == [100, 100, 100], "the order of the tokens is the same"
-    assert 0 > scores[0]["closeness"] > scores[1]["closeness"] > scores[2]["closeness"]
-
-
-def test_numbers_that_are_none_do_not_agree(tiny_t5, exported, examples, tmp_path: Path) -> None:
-    def spoil(model: Any) -> None:
-        model.decoder.final_layer_norm.weight[0] = torch.nan
-
-    export_model(changed(tiny_t5(), spoil), tmp_path / "nan")
-    assert np.isnan(agreement(exported(), examples, threads=1)(tmp_path / "nan")["closeness"])
-
-
-def test_agreement_needs_something_to_look_at(exported, padded_batch, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="examples"):
-        agreement(exported(), [])
-    with pytest.raises(ExportError, match="holds no manifest"):
-        agreement(tmp_path, [CalibrationSample(*padded_batch, histories(6, 1, 3)[:, 0])])
-    for wrong in (histories(5, 1, 3)[:, 0], histories(6, 1, 3), np.full((6, 2), 300), np.full((6, 2), 0.5)):
-        with pytest.raises(InputError):
-            agreement(exported(), [CalibrationSample(*padded_batch, wrong)])
-
-
 # Texts
 
 
@@ -133,12 +102,3 @@ def test_the_score_on_rows_or_a_file_of_them_is_that_of_validation(mini, exporte
                                     (rows, dict(batch_size=0), "batch_size")):  # fmt: skip
         with pytest.raises(InputError, match=message):
             text_score(given, **options)
-
-
-def test_texts_need_a_tokenizer_and_a_set(exported, exported_mini) -> None:
-    with pytest.raises(ModelUnavailableError, match="tokenizer.json"):
-        text_quality(limit=1)(exported())
-    for options, message in ((dict(names=["chess"]), "chess"), (dict(limit=0), "limit"), (dict(names=[]), "names"),
-                             (dict(batch_size=0), "batch_size"), (dict(threads=0), "threads")):  # fmt: skip
-        with pytest.raises(InputError, match=message):
-            text_quality(**options)(exported_mini)

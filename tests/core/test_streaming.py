@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import ToyBackend
 from refused import refused
-from test_drafting import ToyBackend, sources
+from test_drafting import sources
 
-from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import sample
 from t5accel.decoding.speculation import speculative
 from t5accel.decoding.streaming import stream, stream_text
-from t5accel.tokenization import TokenizerFile
 
 ONE_THREAD = SessionSettings(threads=1)
 ALGORITHMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -84,7 +83,6 @@ def test_invalid_options_are_refused_at_once() -> None:
     refused(call, "algorithm", "nucleus", None, ["greedy"])
     refused(call, "algorithm", "speculative", match="missing .*draft")
     refused(call, "num_beams", 4, match="num_beams")
-    refused(call, "max_new_tokens", 0)
     for algorithm, option, value in (("sample", "heat", 3), ("prompt_lookup", "max_ngram", 0), ("sample", "seed", -1)):
         refused(partial(call, algorithm=algorithm), option, value)
 
@@ -120,7 +118,7 @@ def chunked(tokens: list[int], seed: int = 0) -> list[list[np.ndarray]]:
     return chunks
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(
     st.text(st.sampled_from("ab éß漢\U0001f600 .?,'ns\n"), max_size=40), st.integers(0, 100),
     st.sampled_from([Characters(), Tidy()]),
@@ -137,21 +135,6 @@ def test_words_come_one_by_one() -> None:
     pieces = list(stream_text(Characters(), ([np.array([token])] for token in tokens)))
     assert pieces == ["Où", " est", " la", " gare", " ?"]
     assert list(stream_text(Tidy(), ([np.array([token])] for token in tokens))) == ["Où", " est", " la", " gare", "?"]
-
-
-@pytest.mark.parametrize("algorithm", ["greedy", "prompt_lookup"])
-def test_the_bundled_model_speaks_word_by_word(exported_mini, mini, algorithm: str) -> None:
-    backend = OrtNumpy(exported_mini, settings=ONE_THREAD)
-    for tokenizer in (TokenizerFile(exported_mini), mini[1]):
-        for text in ("translate English to French: Where is the station, please?",
-                     "summarize: The buses were full. Liam Aloric had raised the alarm in the evening."):  # fmt: skip
-            batch = tokenizer([text], return_tensors="np", padding=True)
-            whole = greedy(backend, batch["input_ids"], batch["attention_mask"])
-            chunks = stream(backend, batch["input_ids"], batch["attention_mask"], algorithm=algorithm)
-            pieces = list(stream_text(tokenizer, chunks))
-            (expected,) = tokenizer.batch_decode(whole.sequences, skip_special_tokens=True)
-            assert "".join(pieces) == expected and len(pieces) > 3
-            assert " " not in pieces[0].strip() or algorithm == "prompt_lookup"
 
 
 def test_invalid_chunks() -> None:

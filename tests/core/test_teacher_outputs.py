@@ -93,6 +93,20 @@ def test_what_was_written_before_an_interruption_stays(tmp_path: Path, monkeypat
     check_complete(file)
 
 
+def test_another_teacher_does_not_go_on_in_the_file(tmp_path: Path) -> None:
+    file, teacher = tmp_path / "teacher.jsonl", Teacher()
+    write_teacher_outputs(file, Teacher(), WANTED[:12], by="one, 64 tokens")
+    write_teacher_outputs(file, teacher, WANTED, by="one, 64 tokens")
+    assert len(teacher.asked) == len(WANTED) - 12
+    check_complete(file)
+    before = file.read_bytes()
+    (tmp_path / "unsigned.jsonl").write_bytes(before.split(b"\n", 2)[2])
+    for other, by in ((file, "another"), (file, "one, 32 tokens"), (tmp_path / "unsigned.jsonl", "one, 64 tokens")):
+        with pytest.raises(InputError, match="another teacher"):
+            write_teacher_outputs(other, Teacher(patience=0), WANTED, by=by)
+    assert file.read_bytes() == before
+
+
 def test_a_missing_file_and_one_without_texts_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "teacher.jsonl"
     with pytest.raises(InputError, match="write_teacher_outputs"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,20 +88,20 @@ def stand_in() -> Any:
 
 @pytest.fixture
 def on_cpu(exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., TensorRT]:
-    """``on_cpu(kind)``: the backend over that export, with graphs in the place of engines."""
+    """``on_cpu()``: the backend over an export, with graphs in the place of engines."""
 
-    def build(kind: str = "deeper-decoder") -> TensorRT:
-        folder = exported(kind)
+    def build() -> TensorRT:
+        folder = exported()
         monkeypatch.setattr(module, "cached_engines", lambda *_, **__: {p.name: p for p in folder.glob("*.onnx")})
         return TensorRT(folder, sizes=SIZES, trt=stand_in(), device="cpu")
 
     return build
 
 
-def test_a_program_with_everything_in_it(on_cpu: Any, tiny_t5: Any, kind: str, padded_batch: Any) -> None:
-    backend = on_cpu(kind)
+def test_a_program_with_everything_in_it(on_cpu: Any, tiny_t5: Any, padded_batch: Any) -> None:
+    backend = on_cpu()
     assert isinstance(backend, Backend)
-    check_program(backend, tiny_t5(kind), *padded_batch, 2, PROGRAM)
+    check_program(backend, tiny_t5(), *padded_batch, 2, PROGRAM)
 
 
 def test_tokens_and_scores_of_searches(on_cpu: Any, tiny_t5: Any, padded_batch: Any) -> None:
@@ -110,6 +112,16 @@ def test_tokens_and_scores_of_searches(on_cpu: Any, tiny_t5: Any, padded_batch: 
     beams = [beam_search(one, *padded_batch, num_beams=3, max_new_tokens=12) for one in (model, backend)]
     np.testing.assert_array_equal(beams[1].sequences, beams[0].sequences)
     np.testing.assert_allclose(beams[1].scores, beams[0].scores, atol=ATOL)
+
+
+def test_threads_take_turns_at_a_context(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, texts = on_cpu(), np.random.default_rng(1).integers(3, 300, (2, 2, 9))
+    expected = [greedy(backend, ids, max_new_tokens=6).sequences for ids in texts]
+    place = Context.set_tensor_address
+    monkeypatch.setattr(Context, "set_tensor_address", lambda self, *given: (time.sleep(0.001), place(self, *given))[1])
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda ids: greedy(backend, ids, max_new_tokens=6).sequences, texts)]
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_sizes_outside_of_the_plan_are_refused_before_anything_runs(on_cpu: Any, padded_batch: Any) -> None:
@@ -219,5 +231,3 @@ def test_without_tensorrt_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "import_module", missing)
     with pytest.raises(MissingPackageError, match="tensorrt-cu13"):
         module.load_tensorrt()
-    with pytest.raises(MissingPackageError, match="tensorrt_rtx"):
-        module.load_tensorrt("tensorrt_rtx")

@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from programs import own_generate
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
-from bench.baselines.layout_backends import ThreeGraphs
-from bench.baselines.layouts import export_layout
-from bench.baselines.ort_cuda_graph import OrtCaptured
 from t5accel.api import open_backend
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.backends.ort_numpy import OrtNumpy
@@ -134,8 +132,10 @@ LOOPS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("least", [{}, dict(min_length=8), dict(min_new_tokens=6)], ids=["", "length", "new"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("loop", "least"),
+    [*((loop, {}) for loop in LOOPS), ("greedy", dict(min_length=8)), ("served", dict(min_new_tokens=6))],
+)
 def test_each_loop_stops_at_any_end(tiny_t5, padded_batch, several_ends, loop: str, least: dict[str, int]) -> None:
     model = with_config(tiny_t5(), eos_token_id=several_ends, **least)
     expected = expected_of(model, padded_batch, several_ends)
@@ -156,18 +156,13 @@ def test_speculation_stops_at_any_end(tiny_t5, padded_batch, several_ends, sampl
         assert answers(found.sequences, [1, *several_ends]) == expected and found.drafted
 
 
-@pytest.mark.parametrize("runtime", [OrtNumpy, OrtStatic, OrtCaptured, ThreeGraphs, TorchStatic, "uncached"])
+@pytest.mark.parametrize("runtime", [OrtNumpy, OrtStatic, TorchStatic])
 def test_each_runtime_stops_at_any_end(tiny_t5, padded_batch, several_ends, tmp_path: Path, runtime: Any) -> None:
     """A shorter minimum than an answer has, so that buffers, graphs and the shortlist forbid all ends for a while."""
     model = with_config(tiny_t5(), eos_token_id=several_ends, min_new_tokens=5)
-    if runtime is TorchStatic:
-        backend: Any = TorchStatic(model)
-    elif runtime == "uncached":
-        backend = TorchEager(model, use_cache=False)
-    else:
-        export = export_layout if runtime is ThreeGraphs else export_model
-        export(model, tmp_path / "export", **({"layout": "fastt5"} if runtime is ThreeGraphs else {}))
-        backend = runtime(tmp_path / "export", settings=ONE)
+    if runtime is not TorchStatic:
+        export_model(model, tmp_path / "export", step=runtime is OrtStatic)
+    backend: Any = TorchStatic(model) if runtime is TorchStatic else runtime(tmp_path / "export", settings=ONE)
     expected = expected_of(model, padded_batch, several_ends)
     found = greedy(backend, *padded_batch, max_new_tokens=LONGEST)
     assert answers(found.sequences, several_ends) == expected
@@ -183,8 +178,9 @@ BEAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("loop", [beam_search, served], ids=["search", "served"])
-@pytest.mark.parametrize("fields", BEAMS, ids=str)
+@pytest.mark.parametrize(
+    ("loop", "fields"), [*((beam_search, fields) for fields in BEAMS), *((served, fields) for fields in BEAMS[3:6])]
+)
 def test_beams_with_several_ends_and_the_models_defaults(
     tiny_t5, padded_batch, several_ends, loop: Any, fields: dict[str, Any]
 ) -> None:
@@ -220,6 +216,25 @@ def test_arguments_override_the_models_defaults(tiny_t5, padded_batch, several_e
     assert answers(found.sequences, several_ends) == expected  # whoever calls greedy() has chosen the search
 
 
+def test_a_forced_end_token_ends_a_beam_search(tiny_t5, padded_batch) -> None:
+    backend = TorchEager(with_config(tiny_t5(), forced_bos_token_id=1))
+    found = beam_search(backend, *padded_batch, num_beams=3, num_return_sequences=2, max_new_tokens=6)
+    assert found.sequences.tolist() == [[1], [0]] * len(padded_batch[0]) and found.decoder_calls == 1
+
+
+def test_a_pad_that_is_an_end_token_hides_no_token_of_a_source(tiny_t5) -> None:
+    """As in transformers; the last token of these sources is such a one."""
+    model = with_config(tiny_t5(), pad_token_id=None)
+    model.config.pad_token_id = None
+    ids = np.random.default_rng(2).integers(3, 300, (4, 6))
+    ids[:, -1] = 1
+    expected = model.generate(torch.as_tensor(ids), max_new_tokens=8, do_sample=False, use_cache=False)[:, 1:]
+    found = greedy(TorchEager(model), ids, max_new_tokens=8).sequences
+    np.testing.assert_array_equal(found, expected)
+    hidden = greedy(TorchEager(model), ids, ids != 1, max_new_tokens=8).sequences
+    assert found.shape != hidden.shape or (found != hidden).any(), "the mask should matter"
+
+
 # ------------------------------------------------------------------------------------------------ what a model asks for
 
 
@@ -239,27 +254,25 @@ CHANGED: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_unsupported_fields_are_refused_by_name(tiny_t5, padded_batch, name: str) -> None:
-    backend = TorchEager(with_config(tiny_t5(), **{name: CHANGED[name]}))
-    plain = TorchEager(tiny_t5())
-    loops = [greedy, beam_search, sample, prompt_lookup, stream, lambda *a: speculative(a[0], plain, *a[1:]),
-             lambda *a: Scheduler(a[0], thread=False)]  # fmt: skip
-    for loop in loops:
-        with pytest.raises(InputError, match=f"sets {name}=.*own decoding loops"):
+def test_unsupported_fields_are_refused_by_name(tiny_t5, padded_batch) -> None:
+    """By every loop; which fields are unsupported is tested below."""
+    backend, plain = TorchEager(with_config(tiny_t5(), guidance_scale=2.0)), TorchEager(tiny_t5())
+    for loop in (greedy, beam_search, sample, prompt_lookup, stream, lambda *a: speculative(a[0], plain, *a[1:]),
+                 lambda *a: Scheduler(a[0], thread=False)):  # fmt: skip
+        with pytest.raises(InputError, match="sets guidance_scale=2.0.*own decoding loops"):
             loop(backend, *padded_batch)
 
 
 def test_every_field_of_generation_config_is_classified(tiny_t5) -> None:
-    """A value of its own in every field that the installed version has: none is overlooked."""
+    """A value of its own in every field that the installed version has, and in one that it has not."""
     from t5accel.decoding import token_constraints as rules
 
-    for name in vars(GenerationConfig()):
+    for name in {**vars(GenerationConfig()), **CHANGED}:
         if not name.startswith("_"):
             model = with_config(tiny_t5(), **{name: CHANGED.get(name, [7])})
             if name in rules._HARMLESS:
                 assert constraints_from_config(model) == NO_CONSTRAINTS
-            elif name not in rules._APPLIED:
+            elif name not in rules._APPLIED or name in CHANGED:
                 assert any(text.startswith(f"{name}=") for text in constraints_from_config(model).unsupported), name
 
 

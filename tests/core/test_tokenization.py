@@ -150,12 +150,9 @@ def test_wrong_results_of_generate_ids(mini, backend) -> None:
     refused(partial(text_to_text, mini[1]), "generate_ids", None, "greedy", 5)
     results = (
         lambda ids, mask: greedy(backend, ids, mask, max_new_tokens=2),  # without .sequences
-        lambda ids, mask: None,
-        lambda ids, mask: ids[0],
-        lambda ids, mask: ids[:1],
-        lambda ids, mask: ids / 2,
+        lambda ids, mask: None, lambda ids, mask: ids[0], lambda ids, mask: ids[:1], lambda ids, mask: ids / 2,
         lambda ids, mask: ["Oui."],
-    )
+    )  # fmt: skip
     refused(lambda generate_ids: text_to_text(mini[1], generate_ids)(["Oui.", "Non."]), "generate_ids", *results)
 
 

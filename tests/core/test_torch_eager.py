@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from programs import ATOL, PROGRAM, broken, check_program
+from programs import ATOL
 from refused import refused
 from torch.overrides import TorchFunctionMode
 
 from t5accel.backends.torch_eager import TorchEager
-from t5accel.decoding.backend import PastLengths
 from t5accel.errors import NotT5Error
 from t5accel.parity import assert_close
 
@@ -43,41 +41,6 @@ def test_the_encoder_runs_once(tiny_t5, padded_batch, use_cache: bool) -> None:
 def test_bfloat16_gives_float32_logits(tiny_t5, padded_batch) -> None:
     backend = TorchEager(copy.deepcopy(tiny_t5()).to(torch.bfloat16))
     assert backend.step(backend.new_state(backend.encode(*padded_batch)), np.full((6, 1, 1), 5)).dtype == np.float32
-
-
-# Any mixture of steps, rollbacks, reorderings and leaving sources
-
-
-def without_padding(rows: PastLengths) -> PastLengths:
-    """Says of all positions that they are real."""
-    return replace(rows, padding=np.zeros_like(rows.padding), ragged=False)
-
-
-@torch.inference_mode()
-def left_aligned(self: TorchEager, state: Any, accepted: np.ndarray) -> None:
-    """After a ragged rollback the shorter histories end too early: their relative positions are wrong."""
-    TorchEager.rollback(self, state, accepted)
-    width = state.tokens.shape[1]
-    for row, length in enumerate(state.rows.lengths.ravel()):
-        roll = width - int(length)
-        state.tokens[row] = state.tokens[row].roll(-roll, 0)
-        for layer in state.cache.self_attention_cache.layers:
-            layer.keys[row], layer.values[row] = (t[row].roll(-roll, 1) for t in (layer.keys, layer.values))
-    state.rows = without_padding(state.rows)
-
-
-def without_past_mask(self: TorchEager, state: Any, accepted: np.ndarray) -> None:
-    """After a ragged rollback it attends to the garbage in front of the shorter histories."""
-    TorchEager.rollback(self, state, accepted)
-    state.rows = without_padding(state.rows)
-
-
-@pytest.mark.parametrize("rollback", [without_past_mask, left_aligned])
-def test_a_broken_backend_is_caught(tiny_t5, padded_batch, rollback: Any) -> None:
-    model = tiny_t5()
-    check_program(TorchEager(model), model, *padded_batch, 3, PROGRAM)
-    with pytest.raises(AssertionError, match="not close"):
-        check_program(broken(rollback=rollback)(model), model, *padded_batch, 3, PROGRAM)
 
 
 # Bad input

@@ -31,6 +31,7 @@ from t5accel.backends.torch_static_loops import (
 )
 from t5accel.decoding import sampling as distribution
 from t5accel.decoding.sampling import SamplingParams, sample
+from t5accel.errors import EngineError
 from t5accel.parity import assert_close, assert_varied
 
 __all__ = ["host_is_not_asked", "with_graphs"]  # fixtures
@@ -80,15 +81,15 @@ def test_the_distribution_is_the_hosts(
     assert_close(on_device(logits, history, sampling), expected, atol=1e-9)
     assert_close(on_device(logits, history, sampling, few=True), expected, atol=1e-9)
     uniform = rng.random(3)
-    found = draw(torch.from_numpy(expected), torch.from_numpy(uniform)[:, None])[:, 0]
-    np.testing.assert_array_equal(found.numpy(), distribution.draw(expected, uniform))
+    found, _ = draw(torch.from_numpy(expected), torch.from_numpy(uniform)[:, None])
+    np.testing.assert_array_equal(found[:, 0].numpy(), distribution.draw(expected, uniform))
 
 
 def test_a_token_without_odds_is_never_drawn() -> None:
     """Not even where a GPU's sums, added up in parallel, fall by the last bit behind the last token."""
     odds = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0, 0.0]], dtype=torch.float64)
     for uniform in (0.0, 0.5, np.nextafter(1, 0)):
-        found = draw(odds, torch.tensor([[uniform]], dtype=torch.float64))
+        found, _ = draw(odds, torch.tensor([[uniform]], dtype=torch.float64))
         assert odds[0, found] > 0
 
 
@@ -140,6 +141,30 @@ def test_equal_tokens_beyond_those_that_are_looked_at_are_drawn_too(tiny_t5, pad
     expected, found = (sample(one(model), *padded_batch, **options) for one in (TorchEager, TorchStatic))
     np.testing.assert_array_equal(found.sequences, expected.sequences)
     assert (found.sequences >= 150).any()
+
+
+def test_what_draws_among_all_tokens_is_captured_after_a_run_of_any_length(
+    tiny_t5, padded_batch, with_graphs, monkeypatch
+) -> None:
+    model = copy.deepcopy(tiny_t5())
+    model.lm_head.weight.data[150:] = 0  # equal tokens, more than are looked at
+    monkeypatch.setattr(torch_static_loops, "TIES", 3)
+    start, uniform = np.zeros((6, 1, 1), dtype=int), np.random.default_rng(1).random((6, 1, distribution.LONGEST_RUN))
+    found, expected = (
+        backend.run_samples(backend.new_state(backend.encode(*padded_batch)), start, uniform,
+                            sampling=SamplingParams(top_k=140, temperature=20.0))
+        for backend in (with_graphs(model), TorchStatic(model))
+    )  # fmt: skip
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_logits_that_are_not_finite_are_an_error(tiny_t5, padded_batch, with_graphs, top_k: int) -> None:
+    model = copy.deepcopy(tiny_t5())
+    model.lm_head.weight.data[5] = torch.nan
+    for backend in (TorchStatic(model), with_graphs(model)):
+        with pytest.raises(EngineError, match="logits must be finite"):
+            sample(backend, *padded_batch, top_k=top_k, max_new_tokens=4)
 
 
 def test_one_graph_draws_by_any_numbers(tiny_t5, padded_batch, with_graphs) -> None:

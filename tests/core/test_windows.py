@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -72,21 +71,6 @@ def ran(*arguments: Any) -> str:
     answer = CliRunner().invoke(app, [*map(str, arguments)])
     assert answer.exit_code == 0, answer.output
     return answer.stdout
-
-
-def test_the_imitation_refuses(as_on_windows, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with (tmp_path / "folder" / "file").open("w") as file:
-        file.write("é\n")
-        for refused in (lambda: os.replace(file.name, tmp_path / "other"), lambda: (tmp_path / "folder").rename("x")):
-            with pytest.raises(PermissionError):
-                refused()
-    assert Path(file.name).read_bytes() == b"\xe9\r\n"
-    mapped = np.memmap(file.name, mode="r")
-    with pytest.raises(PermissionError):
-        Path(file.name).unlink()
-    del mapped
-    Path(file.name).unlink()
 
 
 def test_exports_are_made_converted_and_replaced(as_on_windows, tmp_path: Path) -> None:

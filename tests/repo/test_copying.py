@@ -29,7 +29,7 @@ WITHOUT_EXAMPLE = {
     "t5accel.cli_training": "the same",
     "t5accel.serve.cli": "the same",
     "t5accel.graphs.fused_step": "tests/core/test_ort_static.py runs its graph",
-    "t5accel.graphs.gemma_layers": "tests/core/test_gemma.py runs its graphs",
+    "t5accel.graphs.gemma_layers": "tests/core/test_families.py runs its graphs",
     "t5accel.graphs.layers": "tests/core/test_export.py runs its graphs",
     "t5accel.graphs.weights": "tests/core/test_families.py exports families by it",
     "t5accel.precision.source_export": "tests/core/test_conversions.py reads and writes by it",

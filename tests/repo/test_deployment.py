@@ -25,7 +25,9 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 DEPLOYMENT, SERVICE = yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text(encoding="utf-8"))
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
-ENTRYPOINT, COMMAND = (json.loads(re.search(rf"^{name} (.*)$", DOCKERFILE, re.M)[1]) for name in ("ENTRYPOINT", "CMD"))
+ENTRYPOINT = json.loads(re.search(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.M)[1])
+(HEALTHCHECK,) = (json.loads(found) for found in re.findall(r"^HEALTHCHECK .* CMD (.*)$", DOCKERFILE, re.M))
+IMAGE = dict(re.findall(r"(T5ACCEL_\w+)=(\S+)", re.search("^ENV .*$", DOCKERFILE, re.M)[0]))
 
 
 def jobs_of(workflow: Path) -> dict[str, Any]:
@@ -76,12 +78,19 @@ def options(arguments: list[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def test_image_and_example_give_the_server_flags_that_it_has() -> None:
-    assert ENTRYPOINT == ["t5accel", "serve"]
-    in_image, on_kubernetes = Settings(**options(COMMAND)), Settings(**options(CONTAINER["args"]))
+def test_image_and_example_give_the_server_flags_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ENTRYPOINT == ["t5accel", "serve"] and not re.search("^CMD", DOCKERFILE, re.M), "flags add to ENV"
+    for name, value in IMAGE.items():
+        monkeypatch.setenv(name, value)
+    in_image, on_kubernetes = Settings(), Settings(**options(CONTAINER["args"]))
     ports = {in_image.port, on_kubernetes.port, *map(int, re.findall(r"^EXPOSE (\d+)$", DOCKERFILE, re.M))}
     assert ports == {port["containerPort"] for port in CONTAINER["ports"]} == {8000}
-    assert f"http://127.0.0.1:{in_image.port}/" in DOCKERFILE
+    asked: list[str] = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: asked.append(url))
+    monkeypatch.setenv("T5ACCEL_PORT", "9000")
+    exec(HEALTHCHECK[-1])
+    assert HEALTHCHECK[:2] == ["python", "-c"] and asked == ["http://127.0.0.1:9000/health/live"]
+    assert Settings().port == 9000 and Settings(**options(["--max-beams", "4"])).model == in_image.model
     assert in_image.host == on_kubernetes.host == "0.0.0.0" and in_image.model == on_kubernetes.model
     assert f"COPY --from=build {in_image.model} {in_image.model}\n" in DOCKERFILE
     assert all(one["name"].removeprefix(PREFIX).lower() in Settings.model_fields for one in CONTAINER["env"])
@@ -104,7 +113,7 @@ def test_probes_ask_for_routes_that_the_server_has() -> None:
     }  # fmt: skip
     assert {probe["path"] for probe in probes.values()} <= routes
     assert {probe["port"] for probe in probes.values()} == {port["name"] for port in CONTAINER["ports"]}
-    assert re.search(r"^HEALTHCHECK .*:8000(/\S+?)'", DOCKERFILE, re.M)[1] in routes
+    assert re.search(r"(/health\S+?)\"", HEALTHCHECK[-1])[1] in routes
 
 
 def test_kubernetes_gives_the_server_its_time_and_no_more_rights_than_it_needs() -> None:

@@ -156,6 +156,11 @@ def test_the_wheelhouse_holds_the_tested_versions(given: tuple[str, ...], extras
     assert f'pip install --no-index --find-links wheelhouse "t5accel[{extras}]"' in text
 
 
+def test_what_loads_models_loads_their_tokenizers() -> None:
+    """Marian's class imports it, and conversions of other families' vocabularies do."""
+    assert "sentencepiece" in {canonicalize_name(wanted.name) for wanted in requirements_of(["cpu"])}
+
+
 def test_the_notebooks_extra_brings_no_server() -> None:
     brought = {canonicalize_name(wanted.name) for wanted in requirements_of(["notebooks"])}
     assert not brought & {"jupyterlab", "notebook", "ipykernel", "ipywidgets"}, "on Colab these stay as they are"

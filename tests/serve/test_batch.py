@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import errno
 import json
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -54,7 +56,7 @@ def upper(texts: Sequence[str], on_batch: Callable[..., Any] | None = None) -> l
     return [Answer(text.upper(), 1) if len(text) <= 40 else RejectedRow("too long") for text in texts]
 
 
-upper.beams = 1
+upper.beams, upper.draws = 1, False
 
 
 @pytest.fixture
@@ -151,6 +153,7 @@ def test_unreadable_texts_are_rejected_with_a_reason(opened_mini: Any, monkeypat
     answer = BatchGenerator(*opened_mini, max_source_tokens=9, max_new_tokens=8)
     short, long = answer([PREFIX + "No.", PREFIX + "Never again and never before, I said to them all."])
     assert isinstance(short, Answer) and isinstance(long, RejectedRow) and "at most 9" in long.reason
+    assert answer(["a " * 5000]) == [RejectedRow("10000 characters, and at most 9000 are allowed")]
     monkeypatch.setattr(answer, "entries", 50)
     assert "no entry" in answer([PREFIX + "No."])[0].reason
     assert answer([]) == []
@@ -361,6 +364,10 @@ def test_folders_and_patterns_are_read_in_the_order_of_their_names(tmp_path: Pat
         run(where, tmp_path / name)
         assert [row["answer"] for row in lines_in(tmp_path / name)] == expected
     assert lines_in(tmp_path / "folder")[2] == {"text": "three", "answer": "THREE"}
+    within = tmp_path / "in" / "b" / "answers"
+    for count in (4, 0):  # the second time the pattern matches what the first has written
+        assert run(tmp_path / "in" / "**" / "**" / "*.[jt]*", within)[0] == ShardStats(count, 0, count)
+    shutil.rmtree(within)
     again = tmp_path / "moved"
     (tmp_path / "in").rename(again)
     assert run(again, tmp_path / "folder") == (ShardStats(), ShardStats(4, 0, 4)), (
@@ -368,7 +375,43 @@ def test_folders_and_patterns_are_read_in_the_order_of_their_names(tmp_path: Pat
     )
 
 
+@pytest.mark.usefixtures("toy")
+def test_a_file_whose_name_looks_like_a_pattern_is_read_and_an_unreadable_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in" / "closed").mkdir(parents=True)
+    for name in ("data1.txt", "data[1].txt"):
+        (tmp_path / "in" / name).write_text(name)
+    run(tmp_path / "in" / "data[1].txt", tmp_path / "out")
+    assert [row["answer"] for row in lines_in(tmp_path / "out")] == ["DATA[1].TXT"]
+    usual = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return usual(path)
+
+    with monkeypatch.context() as patch, pytest.raises(JobError, match="closed cannot be read: Permission denied"):
+        patch.setattr(os, "scandir", scandir)
+        run(tmp_path / "in", tmp_path / "none")
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_model_that_draws_is_no_search_by_its_number_of_beams(
+    tmp_path: Path, opened_mini: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = copy.copy(opened_mini[0])
+    backend.rules = replace(backend.rules, unsupported=("do_sample=True",))
+    assert [BatchGenerator(backend, opened_mini[1], beams=beams).draws for beams in (None, 1)] == [True, False]
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}])
+    monkeypatch.setattr(upper, "draws", True)
+    run(path, tmp_path / "out")
+    monkeypatch.setattr(upper, "draws", False)
+    with pytest.raises(InputError, match="its beams is None, here it is 1"):
+        run(path, tmp_path / "out", settings=Settings(beams=1))
 
 
 @pytest.mark.usefixtures("toy")
@@ -565,7 +608,7 @@ def test_rejects_of_an_interrupted_run_are_removed(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         short = [RejectedRow("no memory"), Answer("TWO", 1)]
-        answerer = Mock(return_value=short, beams=1)
+        answerer = Mock(return_value=short, beams=1, draws=False)
         patch.setattr(Model, "open", lambda self, settings: (answerer, {"name": "mini", "sha256": "mini"}))
         patch.setattr(Output, "put", killed_at_the_part)
         run(path, tmp_path / "out")

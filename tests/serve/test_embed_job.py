@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from t5accel.cli import app
 from t5accel.encoder import AcceleratedEncoder
-from t5accel.errors import ExportError, InputError, JobError
+from t5accel.errors import ExportError, InputError, JobError, MissingPackageError
 from t5accel.graphs import atomic_write
 from t5accel.serve.batch import embedding
 from t5accel.serve.batch.embedding import embed_file
@@ -99,12 +99,26 @@ def test_a_file_without_rows_makes_a_matrix_without_rows(tmp_path, encoder, kind
         ([*TEXTS[:6], "word " * 60, "a"], "in.jsonl, row 7: .*at most max_source_tokens, 40, got 61.* Nothing was"),
     ],
 )
-def test_a_row_without_an_embedding_ends_the_job_by_name(tmp_path, encoder, texts, match) -> None:
+def test_a_row_without_an_embedding_ends_the_job_before_the_first_by_name(
+    tmp_path, encoder, texts, match, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        AcceleratedEncoder, "embed", lambda self, texts, **_: pytest.fail("embedded") if texts else None
+    )
     path, out = written(tmp_path / "in.jsonl", texts), tmp_path / "out.npy"
     out.write_bytes(b"of before")
     with pytest.raises(InputError, match=match):
         embed_file(path, out, encoder)
     assert out.read_bytes() == b"of before" and left(tmp_path) == ["in.jsonl", "out.npy"]
+
+
+def test_a_huge_row_is_tokenised_alone(tmp_path, encoder, monkeypatch) -> None:
+    """Among others it would be padding for each of them."""
+    sizes, usual = [], embedding.tokenize
+    monkeypatch.setattr(embedding, "tokenize", lambda by, texts: sizes.append(len(texts)) or usual(by, texts))
+    with pytest.raises(InputError, match="row 2: .* at most max_source_tokens, 40, got 30001"):
+        embed_file(written(tmp_path / "in.jsonl", ["a", "word " * 30_000, "b"]), tmp_path / "out.npy", encoder)
+    assert sizes == [1]
 
 
 def test_numbers_that_are_not_finite_and_a_changed_input_end_the_job(tmp_path, encoder, monkeypatch) -> None:
@@ -118,7 +132,9 @@ def test_numbers_that_are_not_finite_and_a_changed_input_end_the_job(tmp_path, e
 
     def writes(self: Any, texts: list[str], **options: Any) -> np.ndarray:
         if texts and texts[0] == TEXTS[8]:
-            path.write_text(path.read_text() + "more\n")
+            times = path.stat()
+            path.write_text(path.read_text().replace("tired", "TIRED"))
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         return usual(self, texts, **options)
 
     for replaced, error, match in ((endless, InputError, "row 6: .*not finite"), (writes, JobError, "was written to")):
@@ -132,6 +148,9 @@ def test_what_cannot_be_read_or_written_is_refused_before_anything_is_embedded(t
     embed = lambda self, texts, **_: pytest.fail("embedded") if texts else None  # noqa: E731
     monkeypatch.setattr(AcceleratedEncoder, "embed", embed)
     path, mixed, twice = written(tmp_path / "in.csv"), tmp_path / "mixed.jsonl", tmp_path / "twice.csv"
+    large, pipe = tmp_path / "large.jsonl", tmp_path / "pipe.txt"
+    large.write_text('{"text": "a", "n": 1152921504606846977}\n' * 4 + '{"text": "b", "n": 0.5}\n')
+    os.mkfifo(pipe)
     mixed.write_text('{"text": "a", "n": 1}\n{"text": "b", "n": "x"}\n')
     twice.write_text("text,n,n\na,1,2\n")
     taken = written(tmp_path / "taken.parquet")
@@ -142,6 +161,8 @@ def test_what_cannot_be_read_or_written_is_refused_before_anything_is_embedded(t
         (path, "out.npy", dict(column="source"), "must have one column 'source', got n, text"),
         (path, "out.npy", dict(pooling="none"), "pooling must be mean or first"),
         (mixed, "out.parquet", {}, "mixed.jsonl makes no Parquet .* Give .npy"),
+        (large, "out.parquet", {}, "large.jsonl makes no Parquet .* Give .npy"),
+        (pipe, "out.npy", {}, "pipe.txt is no file"),
         (twice, "out.parquet", {}, "two columns have one name"),
         (taken, "out.parquet", {}, "must have no column 'embedding'"),
         (tmp_path / "in.xml", "out.npy", {}, "must be one of .jsonl"),
@@ -150,6 +171,9 @@ def test_what_cannot_be_read_or_written_is_refused_before_anything_is_embedded(t
             embed_file(given, tmp_path / out, encoder, **options)
     with pytest.raises(ExportError, match="cannot be written to"):
         embed_file(path, path / "out.npy", encoder)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingPackageError, match="Parquet needs pyarrow"):
+        embedding.check_files(path, tmp_path / "out.parquet", "text")
 
 
 KILLED = """
@@ -204,7 +228,6 @@ def test_the_commands(tmp_path, monkeypatch) -> None:
     export = ("export", "--model", "mini", "--encoder", "--out", tmp_path / "encoder")
     for more, match in (
         (["--no-step"], "--step is for whole models"),
-        (["--external-threshold-bytes", 0], "--external-threshold-bytes is for whole models"),
         (["--precision", "fp16"], "precision must be .* fp32, int8, int4, got 'fp16'"),
     ):
         result = call(*export, *more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import re
 import signal
 import threading
@@ -186,7 +187,7 @@ def test_the_other_routes(encoder) -> None:
     assert 't5accel_responses_total{route="/v1/embeddings",status="200"} 1.0' in metrics.text
 
 
-def test_a_full_queue_a_late_request_and_a_client_that_has_gone(encoder) -> None:
+def test_a_full_queue_a_late_request_and_a_client_that_has_gone(encoder, caplog) -> None:
     held = Held(encoder)
 
     async def ask() -> None:
@@ -210,8 +211,10 @@ def test_a_full_queue_a_late_request_and_a_client_that_has_gone(encoder) -> None
             await until(lambda: not scheduler.waiting)
             assert len(held.masks) == 1 and scheduler.encoded == 1, "neither was computed"
             assert (await send(input="six")).status_code == 200
+            gc.collect()
 
     asyncio.run(ask())
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_shutdown_finishes_what_runs(encoder) -> None:

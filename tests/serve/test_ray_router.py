@@ -28,7 +28,7 @@ from t5accel.serve.app import make_app
 from t5accel.serve.batch.job import Job, Settings, Shard, run
 from t5accel.serve.batch.output import ShardRecord, ShardStats
 from t5accel.serve.middleware import RequestLimits
-from t5accel.serve.ray_router import Message, Replica, ReplicaLostError, Router
+from t5accel.serve.ray_router import ROUTES, Message, Replica, ReplicaLostError, Router
 from t5accel.serve.settings import Settings as Served
 
 
@@ -120,9 +120,11 @@ def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(
     for command, sentence in (
         ([*batch, *model, "--engine", "ray"], install("ray")),
         ([*batch, *model, "--engine", "ray", "--stuck-s", "0"], "--stuck-s must be seconds above 0"),
-        ([*batch, *model, "--address", "here:1"], "--address here:1 is for Ray"),
+        ([*batch, *model, "--engine", "ray", "--stuck-s", "nan"], "--stuck-s must be seconds above 0"),
+        ([*batch, *model, "--address", "here:1"], "--address is for engine ray, and the engine is local"),
+        ([*batch, *model, "--stuck-s", "5"], "--stuck-s is for engine ray, and the engine is local"),
         (["serve", *model, "--engine", "ray", "--port", "0"], install("ray")),
-        (["serve", *model, "--address", "here:1"], "--address here:1 is for Ray"),
+        (["serve", *model, "--address", "here:1"], "--address is for engine ray, and the engine is local"),
         (["serve", *model, "--engine", "ray", "--replicas-min", "3"], "must be at most replicas, 2, got 3"),
         (["serve", *model, "--engine", "spark"], "spark"),
     ):
@@ -162,8 +164,50 @@ def test_the_router_passes_responses_unchanged(replica: Replica) -> None:
     assert "".join(one["text"] for one in events) == answer.json()["answers"][0]["texts"][0]
     assert asked(front, {"text": "bcd", "max_new_tokens": 0}).status_code == 422
     assert asked(front, {"text": "b" * 9000}, body_kb=1).status_code == 413
+    assert b'{route="/generate",status="200"} 2.0' in front.metrics.text(), "replicas alone have the other metrics"
+    assert ROUTES == {route.path for route in replica._app.routes if "{" not in route.path}
     front.drain(0)
     assert asked(front, {"text": "bcd"}).status_code == 503
+
+
+def test_a_front_and_its_replicas_accept_the_same_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Served(allowed_hosts="a.example")
+    monkeypatch.setattr(ray_router, "create_app", lambda settings: make_app(Slow(), Letters(), settings))
+    replica = Replica(settings)
+    app = RequestLimits(front := Router(replica), settings, front.metrics)
+
+    async def ask() -> int:  # the socket's own address is the host's of an application under test
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://10.0.0.5") as client:
+            return (await client.post("/generate", json={"text": "b", "max_new_tokens": 2})).status_code
+
+    assert asyncio.run(ask()) == 200
+    replica.__del__()
+
+
+def test_the_deadline_holds_until_a_replica_has_the_request_and_the_grace_period_to_the_end() -> None:
+    async def answer(request: Message, body: bytes) -> AsyncIterator[Message]:
+        if b"lost" not in body:
+            yield ray_router.TAKEN
+        if b"stream" in body:
+            yield {"type": "http.response.start", "status": 200, "headers": []}
+            yield {"type": "http.response.body", "body": b"1", "more_body": True}
+        await asyncio.sleep(60)
+        yield {}
+
+    async def ask() -> list[httpx.Response]:
+        app = RequestLimits(front := Router(answer, deadline_s=0.1), Served(), front.metrics)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            work = [asyncio.create_task(client.post("/generate", json={"text": one})) for one in ("lost", "", "stream")]
+            late = await work[0]
+            await asyncio.sleep(0.2)
+            assert not (work[1].done() or work[2].done())
+            front.drain(0.1)
+            return [late, *await asyncio.gather(*work[1:])]
+
+    late, ended, stream = asyncio.run(ask())
+    assert late.status_code == 504 and "No replica has taken" in late.text
+    assert ended.status_code == 503 and "shut down" in ended.text
+    assert stream.text.startswith("1event: error\ndata: ") and "shut down" in stream.text
 
 
 def test_a_disconnect_frees_the_row_in_the_replica(replica: Replica) -> None:
@@ -171,8 +215,8 @@ def test_a_disconnect_frees_the_row_in_the_replica(replica: Replica) -> None:
         body = json.dumps({"text": TEXT, "max_new_tokens": 500, "stream": True}).encode()
         headers = [(b"content-type", b"application/json")]
         messages = replica({"method": "POST", "path": "/generate", "headers": headers}, body)
-        assert [(await anext(messages))["type"], (await anext(messages))["type"]] == [
-            "http.response.start", "http.response.body",
+        assert [(await anext(messages))["type"] for _ in range(3)] == [
+            "taken", "http.response.start", "http.response.body",
         ]  # fmt: skip
         scheduler = replica._service.scheduler
         assert scheduler.running == 1

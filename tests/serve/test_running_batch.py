@@ -6,6 +6,7 @@ end in the middle of a run of steps.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -164,7 +165,7 @@ def test_the_host_reads_each_token_of_few_rows_and_every_eighth_of_many(tiny_t5,
     ids = np.stack([job.input_ids for job in jobs])
     batch.add(batch.encoder.encode(ids, np.ones_like(ids)), parts)
     batch.step()
-    assert (batch.steps, batch.tokens, batch.token_steps) == (steps, rows * steps, steps)
+    assert (batch.steps, batch.tokens) == (steps, rows * steps)
     batch._step_s = 1.0  # a slow device
     batch.step()
     assert batch.steps == 1
@@ -226,6 +227,49 @@ def test_a_device_error_ends_few_requests(backends, where: str) -> None:
             assert isinstance(ticket.error, EngineError)
         else:
             assert tokens(ticket) == alone(ticket.request, eager)
+
+
+def test_an_error_of_the_logits_leaves_the_others_right(backends) -> None:
+    backend, eager = backends("none")
+    scheduler = flight(backend, rows=32)
+    wanted = [new_job(number, 8, sampling=SamplingParams(temperature=2.0), seed=number) for number in (1, 2)]
+    tickets = [scheduler.submit(job) for job in wanted]
+    while scheduler.running < 2:
+        scheduler.step()
+    device = scheduler._batch.encoder
+    right = device.logits
+
+    def fails_once(rows: np.ndarray) -> np.ndarray:
+        device.logits = right
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    device.logits = fails_once
+    run(scheduler)
+    assert tickets[1].error and tokens(tickets[0]) == alone(wanted[0], eager)
+
+
+def test_a_text_whose_numbers_overflow_spoils_no_later_one(tiny_t5) -> None:
+    """In rows and in buffers that it used: a mask hides any number, but not NaN."""
+    model = copy.deepcopy(tiny_t5("gated-untied"))
+    model.shared.weight.data[7] = torch.inf
+    scheduler = flight(TorchStatic(model, buckets=SMALL), rows=2)
+    bad, *good = (
+        GenerationRequest([*text, 1], max_new_tokens=20) for text in ([20, 21, 22, 23, 7], [30, 31], [30, 31, 32, 33])
+    )
+    for _ in range(2):
+        scheduler.submit(bad)
+    run(scheduler)
+    tickets = [scheduler.submit(good[0])]
+    scheduler.step()  # in buffers of its own, and carried over into larger ones
+    tickets.append(scheduler.submit(good[1]))
+    run(scheduler)
+    quick = scheduler.submit(replace(bad, max_new_tokens=3))
+    tickets.append(scheduler.submit(good[1]))
+    while not quick.is_done:
+        scheduler.step()
+    tickets.append(scheduler.submit(good[0]))  # in the row of ``quick``
+    run(scheduler)
+    assert [tokens(ticket) for ticket in tickets] == [alone(job, TorchEager(model)) for job in [*good, *good[::-1]]]
 
 
 def test_equal_sources_are_encoded_once_and_many_in_slices(backends, monkeypatch) -> None:

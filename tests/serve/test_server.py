@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -35,6 +36,7 @@ from typer.testing import CliRunner
 import t5accel.serve.server
 from bench.serving.fuzz import KINDS, fuzz_server, fuzz_under_load, head, malformed_request, request, send
 from t5accel.cli import app as commands
+from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import InputError
 from t5accel.models.load import data_folder
 from t5accel.serve import monitoring, schemas
@@ -130,6 +132,24 @@ def test_an_answer_for_each_text_with_its_times() -> None:
     assert 0 <= first["timings"]["queue_s"] <= first["timings"]["first_token_s"] <= first["timings"]["total_s"]
 
 
+@pytest.mark.parametrize(("path", "usual"), [("/generate", 64), ("/v1/completions", 16)])
+def test_a_length_that_is_not_named_is_what_is_allowed(path: str, usual: int) -> None:
+    fields = dict(text="hi") if usual == 64 else dict(prompt="hi", model="mini")
+    short = Slow(0)
+    short.positions = 7
+    for backend, settings, tokens in ((Slow(0), {}, usual), (Slow(0), dict(max_new_tokens=9), 9), (short, {}, 7)):
+        found = asked(path, **fields, backend=backend, settings=settings).json()
+        assert tokens == (found["answers"][0]["tokens"][0] if usual == 64 else found["usage"]["completion_tokens"])
+
+
+def test_fewer_beams_than_asked_for_have_no_score() -> None:
+    backend = Joining()
+    backend.rules = TokenConstraints(forced_eos_token_id=1)
+    found = asked(text="a", max_new_tokens=1, num_beams=3, num_return_sequences=2, backend=backend)
+    answer = found.json()["answers"][0]
+    assert (answer["scores"], answer["tokens"], answer["ended"]) == ([0.0, None], [1, 0], [True, False])
+
+
 def test_a_seed_repeats_samples() -> None:
     options = dict(text="hello", do_sample=True, temperature=2.0, num_return_sequences=3, max_new_tokens=20)
     first = asked(**options).json()
@@ -164,7 +184,7 @@ def test_the_page_of_the_interface_knows_the_fields() -> None:
 
 
 def test_the_description_has_each_route_and_all_its_references_lead_somewhere() -> None:
-    schema, about, version, health, missing = got("/openapi.json", "/", "/version", "/health", "/v1/chat/completions")
+    schema, about, health, missing = got("/openapi.json", "/", "/health", "/v1/chat/completions")
     description = schema.json()
     for path, methods in description["paths"].items():
         for responses in (operation["responses"] for operation in methods.values()):
@@ -175,7 +195,7 @@ def test_the_description_has_each_route_and_all_its_references_lead_somewhere() 
         for name in pointer.split("/"):
             found = found[name]
         assert found["properties"]
-    assert description["info"]["version"] == about.json()["version"] == version.json()["version"] == t5accel.__version__
+    assert description["info"]["version"] == about.json()["version"] == t5accel.__version__
     assert health.json()["ready"] is True
     assert missing.status_code == 404 and "POST /v1/completions" in error_of(missing)["message"]
 
@@ -353,8 +373,8 @@ def test_the_key(key: str, monkeypatch) -> None:
 
 def test_texts_are_logged_on_request_and_probes_for_debugging_alone(caplog) -> None:
     caplog.set_level("INFO", "t5accel")
-    got(*HEALTH, "/metrics", "/version")
-    assert [line[:16] for line in caplog.messages if line.startswith("GET")] == ["GET /version 200"]
+    got(*HEALTH, "/metrics", "/v1/models")
+    assert [line[:18] for line in caplog.messages if line.startswith("GET")] == ["GET /v1/models 200"]
     for logger in (None, "t5accel"):
         caplog.set_level("DEBUG", logger)
     got("/metrics", "/health/live")
@@ -363,8 +383,13 @@ def test_texts_are_logged_on_request_and_probes_for_debugging_alone(caplog) -> N
         " ".join(line.split()[:3]) for line in caplog.messages
     }
     assert "hello" not in caplog.text
-    asked(text="hello there", settings=dict(log_texts=True))
-    assert "hello there" in caplog.text and "answers: " in caplog.text
+    assert asked(text="hello there", seed=1).status_code == 422
+    assert (monitoring.open_log.name, "POST /generate 422") in [(one.name, one.message[:18]) for one in caplog.records]
+    for stream in (False, True):
+        caplog.clear()
+        found = asked(text="hello there", stream=stream, settings=dict(log_texts=True))
+        text = "".join(one["text"] for one in events_of(found)) if stream else found.json()["answers"][0]["texts"][0]
+        assert "hello there" in caplog.text and f"answers: {json.dumps([text])}" in caplog.text
 
 
 def test_a_line_of_the_log_is_a_text_or_an_object(monkeypatch, capsys) -> None:
@@ -446,6 +471,12 @@ def test_a_long_text_is_tokenised_beside_the_event_loop(monkeypatch) -> None:
     assert asyncio.run(ask()) == (200, [200, 200, 200])
 
 
+def scope_of(path: str, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "method": "POST" if path == "/generate" else "GET"}
+    scope |= {"path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b""}
+    return scope | {"headers": list(headers), "client": None, "server": None, "http_version": "1.1"}
+
+
 async def through_the_guard(path: str, *headers: tuple[bytes, bytes], **settings: Any) -> dict[bytes, bytes]:
     """The status and headers of the response to a request whose body never comes."""
     app, sent = make_app(Joining(), Letters(), Settings(**settings)), asyncio.Queue()
@@ -455,10 +486,7 @@ async def through_the_guard(path: str, *headers: tuple[bytes, bytes], **settings
             await asyncio.sleep(9)
         return {"type": "http.request"}
 
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "method": "POST" if path == "/generate" else "GET"}
-    scope |= {"path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b""}
-    scope |= {"headers": list(headers), "client": None, "server": None, "http_version": "1.1"}
-    await asyncio.wait_for(app(scope, receive, sent.put), 2)
+    await asyncio.wait_for(app(scope_of(path, *headers), receive, sent.put), 2)
     app.state.service.close()
     start = sent.get_nowait()
     return {b"status": start["status"], **dict(start["headers"])}
@@ -527,6 +555,35 @@ def test_bad_requests_are_refused_before_tokenization(
     assert time.perf_counter() - began < 5
 
 
+def test_a_stream_that_waits_leaves_the_queue_with_its_client() -> None:
+    async def ask() -> None:
+        async with served(Slow(0.01), max_batch_rows=1) as (client, scheduler):
+            running = asyncio.create_task(client.post("/generate", json=dict(text="a", max_new_tokens=500)))
+            while not scheduler.running:
+                await asyncio.sleep(0.01)
+            gone, body = asyncio.Event(), [json.dumps(dict(text="b", stream=True)).encode()]
+
+            async def receive() -> dict[str, Any]:
+                if body:
+                    return {"type": "http.request", "body": body.pop()}
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            sent: asyncio.Queue[Any] = asyncio.Queue()
+            streamed = asyncio.create_task(client._transport.app(scope_of("/generate", HOST, JSON), receive, sent.put))
+            while not scheduler.waiting:
+                await asyncio.sleep(0.01)
+            gone.set()
+            await streamed
+            while scheduler.waiting:
+                await asyncio.sleep(0.01)
+            assert not running.done() and (await sent.get())["status"] == 499
+            scheduler.drain(0)
+            await running
+
+    asyncio.run(ask())
+
+
 def test_full_queues_and_closed_servers_say_when_to_retry_and_tokenise_nothing() -> None:
     async def ask() -> None:
         async with served(Slow(0.01), max_batch_rows=1, max_queue=1) as (client, scheduler):
@@ -550,6 +607,18 @@ def test_full_queues_and_closed_servers_say_when_to_retry_and_tokenise_nothing()
     asyncio.run(ask())
 
 
+def test_a_source_is_as_long_as_the_model_reads() -> None:
+    class Narrow(Joining):
+        max_source_tokens = 10
+
+        def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Any:
+            return super().encode(input_ids, attention_mask) if input_ids.shape[1] <= 10 else 1 / 0
+
+    refused, cut = (asked(text="a" * 15, truncate=truncate, backend=Narrow()) for truncate in (False, True))
+    assert refused.status_code == 413 and "15 tokens, and 10 are allowed" in error_of(refused)["message"]
+    assert cut.json()["answers"][0]["source_tokens"] == 10
+
+
 def test_a_long_source_is_cut_on_request_and_before_it_is_tokenised(monkeypatch) -> None:
     usual, lengths = Letters.__call__, []
     monkeypatch.setattr(
@@ -566,7 +635,8 @@ def test_unknown_paths_and_methods_are_errors_in_the_usual_shape() -> None:
     assert method.headers["allow"] == "POST" and "location" not in redirected.headers
 
 
-def test_the_folder_of_a_model_is_not_told(tmp_path: Path) -> None:
+def test_the_folder_of_a_model_is_not_told(tmp_path: Path, monkeypatch, caplog) -> None:
+    caplog.set_level("INFO", "t5accel")
     folder = tmp_path / "secret" / "translator"
     folder.mkdir(parents=True)
     names = {"translator": dict(model=str(folder)), "google/t5": dict(model="google/t5")}
@@ -574,6 +644,9 @@ def test_the_folder_of_a_model_is_not_told(tmp_path: Path) -> None:
     for name, settings in names.items():
         response = asked(text="a", settings=settings)
         assert response.json()["model"] == name and "secret" not in response.text
+    monkeypatch.setattr(t5accel.serve.server, "open_backend", lambda *_, **__: (Joining(), Letters(), "a toy"))
+    t5accel.serve.server.create_app(Settings(model=str(folder))).state.service.close()
+    assert "translator by a toy" in caplog.text and "secret" not in caplog.text
 
 
 # The command
@@ -613,6 +686,8 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
         (["--device", "tpu"], {}, "device is 'tpu'"),
         (["--device", "cuda", "--precision", "int8"], {}, "precision must be bf16, fp16 or fp32 on cuda, got 'int8'"),
         (["--device", "cuda", "--engine", "ray"], {}, "engine must be local on cuda, got 'ray'"),
+        (["--replicas-min", "2"], {}, "--replicas-min is for engine ray, and the engine is local. Give --engine ray"),
+        ([], {"T5ACCEL_REPLICAS": "4"}, "--replicas is for engine ray"),
         (["--device", "cuda", "--encoder-cache-mb", "9"], {}, "--encoder-cache-mb is for device cpu"),
         (["--log-level", "loud"], {}, "--log-level is 'loud'.*'debug', 'info'"),
         ([], {"T5ACCEL_NEW_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_NEW_TOKENS"),
@@ -965,6 +1040,22 @@ def test_clients_that_do_not_read_are_cut_off(small: Process) -> None:
     assert small.client.post("/generate", json=dict(text=TEXT)).status_code == 200
     for connection in held:
         connection.close()
+
+
+def test_a_client_that_reads_steadily_is_not_cut_off() -> None:
+    """It reads the rest of a large answer in four write time-outs, of which the last brings next to nothing."""
+    sizes, aborted = [9000, 6000, 3000, 2999], asyncio.Event()
+    transport = SimpleNamespace(get_write_buffer_size=lambda: sizes.pop(0), abort=aborted.set)
+
+    async def watch() -> None:
+        protocol = object.__new__(t5accel.serve.server.TimeoutH11Protocol)
+        protocol.transport, protocol.loop, protocol.write_timeout_s = transport, asyncio.get_running_loop(), 0.02
+        protocol.flow = SimpleNamespace(pause_writing=lambda: None)
+        protocol.pause_writing()
+        await asyncio.wait_for(aborted.wait(), 9)
+
+    asyncio.run(watch())
+    assert not sizes
 
 
 def test_idle_connections_make_room(small: Process) -> None:

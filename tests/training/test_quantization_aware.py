@@ -1,11 +1,14 @@
 """Fine-tuning with rounded weights: the rounding is the export's, the gradient is that of the weights themselves."""
 
 import copy
+from argparse import Namespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
+import training.quantization_aware as module
 from t5accel.errors import InputError
 from t5accel.precision.integers import quantize_blocks, quantize_channels
 from t5accel.precision.recipes import RECIPES, Recipe, Scheme
@@ -67,6 +70,24 @@ def test_fine_tuning_learns_with_rounded_weights_and_without(tiny_t5, recipe: st
     with torch.inference_mode():
         loss = model(input_ids=torch.tensor([SOURCE[0]]), labels=labels).loss
     assert torch.isfinite(loss)
+
+
+def test_a_model_that_was_not_saved_whole_is_not_finished(tiny_t5, tmp_path, monkeypatch):
+    """transformers writes the configuration before the weights, and the configuration says that a run is finished."""
+    calls = []
+    for name in ("read_pairs", "split_pairs", "mini_mixture", "steps_from"):
+        monkeypatch.setattr(module, name, MagicMock())
+    monkeypatch.setattr(module, "load_model", lambda name: (copy.deepcopy(tiny_t5()), None))
+    monkeypatch.setattr(module, "fine_tune", lambda *given, **options: calls.append(given))
+    args = Namespace(pairs=None, device="cpu", steps=1, learning_rate=0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.torch.nn.Module, "state_dict", MagicMock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            module.train(None, tmp_path / "model", args)
+    assert not (tmp_path / "model").exists()
+    for _ in range(2):
+        module.train(None, tmp_path / "model", args)
+    assert len(calls) == 2 and (tmp_path / "model" / "model.safetensors").is_file()
 
 
 def test_a_recipe_without_integers_has_nothing_to_round(tiny_t5):

@@ -13,21 +13,14 @@ from test_batches import PHASES, SMALL
 import t5accel.distillation.checkpointing as checkpointing
 import training.train as training
 from t5accel.distillation.batches import encode_and_pack
-from t5accel.distillation.checkpointing import extend_run
-from t5accel.distillation.optimizer import (
-    PooledDropout,
-    batch_loss,
-    learning_rate_factor,
-    new_optimizers,
-    optimizer_step,
-)
+from t5accel.distillation.optimizer import batch_loss, learning_rate_factor, new_optimizers, optimizer_step
 from t5accel.errors import InputError
 from t5accel.models.load import load_model
 from t5accel.models.prefixes import TRANSLATE
 from training.curriculum import FOURTH_CURRICULUM, SECOND_CURRICULUM, THIRD_CURRICULUM
 from training.grow import grow_model
 from training.head_init import HeadInit
-from training.train import TrainConfig, continued_model, new_model, reproduce, train_model
+from training.train import PooledDropout, TrainConfig, continued_model, new_model, reproduce, train_model
 from training.vocabulary import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("random_state_put_back")
@@ -234,16 +227,18 @@ def test_the_second_stage_goes_on_from_a_model_with_aimed_heads_and_leaves_it_al
 @pytest.mark.long
 def test_prolong_goes_back_to_before_the_learning_rate_fell(tmp_path, tokenizer, quick_validation):
     with pytest.raises(InputError, match="has not reached its decay"):
-        extend_run(tmp_path)
+        run(tmp_path, tokenizer, prolong=True)
     run(tmp_path, tokenizer)
     falls = next(step for step in range(TOY.steps) if TOY.factor(step) == 1.0 > TOY.factor(step + 1))
     stable = torch.load(tmp_path / "stable.pt", weights_only=True)
     assert stable["step"] == falls + 1 < TOY.steps
-    extend_run(tmp_path)
-    assert not (tmp_path / "stable.pt").exists()
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == stable["step"]
-    longer = replace(TOY, steps=12)
-    went_on = run(tmp_path, tokenizer, longer)
+    finished, longer = (tmp_path / "checkpoint.pt").read_bytes(), replace(TOY, steps=12)
+    for wrong in (dict(config=replace(longer, seed=1)), dict(start=new_model(TOY))):
+        with pytest.raises(InputError, match="was made with"):
+            run(tmp_path, tokenizer, **{"config": longer, **wrong}, prolong=True)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == finished and (tmp_path / "stable.pt").exists()
+    went_on = run(tmp_path, tokenizer, longer, prolong=True)
+    assert [row["step"] for row in log(tmp_path)] == [4, 8, 12]
     at_once = run(tmp_path / "at once", tokenizer, longer)  # the same as if it had been planned so
     assert all(torch.equal(value, went_on.state_dict()[name]) for name, value in at_once.state_dict().items())
 
@@ -280,7 +275,7 @@ def test_the_second_and_the_fourth_stage_keep_the_vocabulary_and_have_curricula_
 ):
     seen = []
 
-    def watched(mixture, tokenizer, held_out, folder, config, *, start, device):
+    def watched(mixture, tokenizer, held_out, folder, config, *, start, prolong, device):
         seen.append((mixture.curriculum, config, start.dtype))
         return start
 
@@ -315,7 +310,7 @@ def test_the_third_stage_has_a_vocabulary_of_its_own_and_goes_on_when_called_aga
 ):
     seen = []
 
-    def watched(mixture, tokenizer, held_out, folder, config, *, start, device):
+    def watched(mixture, tokenizer, held_out, folder, config, *, start, prolong, device):
         seen.append((mixture.curriculum, start.config.num_layers, start.config.num_decoder_layers, len(tokenizer)))
         return start
 

@@ -48,7 +48,6 @@ def test_train_refuses_bad_numbers_and_devices(tmp_path):
 def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch):
     pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
     pairs.write_text("We sing.\tNous chantons.\n")
-    assert "has not reached its decay" in refused("train", "--pairs", pairs, "--out", out, "--prolong")
     out.mkdir()
     (out / "stable.pt").write_text("before the fall")
     (out / "checkpoint.pt").write_text("finished")
@@ -58,19 +57,18 @@ def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch
         assert (out / "checkpoint.pt").read_text() == "finished"
     calls = []
 
-    def reproduce(*arguments, stage, start, device):
-        calls.append((*arguments, stage, start, device))
+    def reproduce(*arguments, stage, start, prolong, device):
+        calls.append((*arguments, stage, start, prolong, device))
         return out / "model"
 
     monkeypatch.setattr(training, "reproduce", reproduce)
     result = call("train", "--pairs", pairs, "--out", out, "--prolong", "--steps", 9, "--seed", 3, "--threads", 1)
     assert (result.exit_code, result.stdout) == (0, f"Wrote {out / 'model'}\n")
-    assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), 1, None, "cpu")]
-    assert (out / "checkpoint.pt").read_text() == "before the fall" and not (out / "stable.pt").exists()
+    assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), 1, None, True, "cpu")]
     for stage, planned in ((2, training.SECOND_STAGE), (3, training.THIRD_STAGE), (4, training.FOURTH_STAGE)):
         result = call("train", "--pairs", pairs, "--out", out, "--stage", stage, "--start", "mini", "--seed", 3)
         assert result.exit_code == 0
-        assert calls[stage - 1] == (pairs, out, replace(planned, seed=3), stage, "mini", "cpu")
+        assert calls[stage - 1] == (pairs, out, replace(planned, seed=3), stage, "mini", False, "cpu")
 
 
 def test_held_out_scores_are_printed_and_written(tmp_path, monkeypatch):

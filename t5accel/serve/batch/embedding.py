@@ -17,6 +17,7 @@ from t5accel.encoder import AcceleratedEncoder
 from t5accel.errors import InputError, JobError, first_line
 from t5accel.graphs.atomic_write import locked, staged_file
 from t5accel.serve.batch.formats import RejectedRow, Rows, import_pyarrow, kind_of, read_range
+from t5accel.serve.batch.generate import CHARACTERS, batches
 from t5accel.tokenization import tokenize
 
 COLUMN = "embedding"  # of Parquet
@@ -27,9 +28,14 @@ NOTHING = "Nothing was written."
 def check_files(given: str | os.PathLike[str], out: str | os.PathLike[str], column: str) -> tuple[Path, Path]:
     """Both paths; raises what `embed_file` raises of them, before a model is opened."""
     path, target = Path(given), Path(out)
-    kind_of(path).check(path, column, None)
+    kind = kind_of(path)
+    if not path.is_file():  # to open a pipe is to wait for its writer
+        raise InputError(f"{path} is no file.")
+    kind.check(path, column, None)
     if target.suffix not in (".npy", ".parquet") or target.is_dir() or target.resolve() == path.resolve():
         raise InputError(f"{target} must be a file of its own, .npy or .parquet.")
+    if target.suffix == ".parquet":
+        import_pyarrow()
     return path, target
 
 
@@ -67,13 +73,15 @@ def embed_file(
         raise InputError("pooling must be mean or first, got none: a row has one embedding.")
     in_parquet, facts, first, ranges = target.suffix == ".parquet", _facts(path), 1, []
     schema = import_pyarrow().schema([]) if in_parquet else None
-    # All rows are read before the first is embedded: a job of hours does not fail at its last row.
+    # All rows are read and tokenised before the first is embedded: a job of hours does not fail at its last row.
     for offset, count in [*kind_of(path).ranges(path, AT_ONCE)] or [(0, 0)]:
         rows = read_range(path, offset, count, NOTHING)
-        _texts(path, rows, column, first)
+        _check(path, first, encoder, [prefix + text for text in _texts(path, rows, column, first)])
         schema = _with_columns(path, schema, rows, column) if in_parquet else None
         ranges.append((offset, count, first))
         first += count
+    for offset, count, _ in ranges if in_parquet else ():  # a type that later rows changed may not hold them
+        _with_columns(path, schema, read_range(path, offset, count, NOTHING), column, schema)
     total, width = first - 1, encoder.dims.d_model
     with locked(target), staged_file(target) as partial:
         with (
@@ -83,12 +91,7 @@ def embed_file(
             for offset, count, first in ranges:
                 rows = read_range(path, offset, count, NOTHING)
                 texts = [prefix + text for text in _texts(path, rows, column, first)]
-                try:
-                    vectors = encoder.embed(texts, pooling=pooling, normalize=normalize, batch_tokens=batch_tokens)
-                except InputError:
-                    for place, text in enumerate(texts, first):
-                        _check(path, place, encoder, text)
-                    raise
+                vectors = encoder.embed(texts, pooling=pooling, normalize=normalize, batch_tokens=batch_tokens)
                 for place in np.flatnonzero(~np.isfinite(vectors).all(axis=1)):
                     raise InputError(f"{path}, row {first + place}: its embedding is not finite. {NOTHING}")
                 write(rows.table(column, schema) if in_parquet else None, vectors)
@@ -98,9 +101,9 @@ def embed_file(
     return total
 
 
-def _facts(path: Path) -> tuple[int, int]:
+def _facts(path: Path) -> tuple[int, ...]:
     facts = path.stat()
-    return facts.st_size, facts.st_mtime_ns
+    return facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns  # programs can set back the second alone
 
 
 def _texts(path: Path, rows: Rows, column: str, first: int) -> list[str]:
@@ -111,16 +114,19 @@ def _texts(path: Path, rows: Rows, column: str, first: int) -> list[str]:
     return found
 
 
-def _check(path: Path, place: int, encoder: AcceleratedEncoder, text: str) -> None:
-    try:
-        encoder.checked(*tokenize(encoder.tokenizer, [text]))
-    except InputError as error:
-        raise InputError(f"{path}, row {place}: {error} {NOTHING}") from error
+def _check(path: Path, first: int, encoder: AcceleratedEncoder, texts: list[str]) -> None:
+    for places in batches([*map(len, texts)], CHARACTERS):
+        try:
+            encoder.checked(*tokenize(encoder.tokenizer, [texts[place] for place in places]))
+        except InputError as error:
+            for place in sorted(places) if len(places) > 1 else ():
+                _check(path, first + place, encoder, [texts[place]])
+            raise InputError(f"{path}, row {first + places[0]}: {error} {NOTHING}") from error
 
 
-def _with_columns(path: Path, schema: Any, rows: Rows, column: str) -> Any:
+def _with_columns(path: Path, schema: Any, rows: Rows, column: str, given: Any = None) -> Any:
     try:
-        made = rows.table(column).schema
+        made = rows.table(column, given).schema
         found = import_pyarrow().unify_schemas([schema, made], promote_options="permissive")
     except Exception as error:  # of fields of several types; Arrow's are of many kinds
         raise InputError(f"{path} makes no Parquet ({first_line(error)}). Give .npy.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from t5accel.serve.batch.output import RESUME
 from t5accel.tokenization import decode, tokenize
 
 CHARACTERS = 100_000  # of the texts that are tokenised together, padding counted
+PER_TOKEN = 1000  # characters of a text, for each token that it may have; more are not tokenised
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class BatchGenerator:
         self.backend, self.tokenizer = backend, tokenizer
         self._rules = getattr(backend, "rules", NO_CONSTRAINTS)
         self.beams = self._rules.num_beams if beams is None else as_count(beams, "beams", at_least=1)
+        self.draws = beams is None and any(one.startswith("do_sample=") for one in self._rules.unsupported)
         self.max_new_tokens = as_count(max_new_tokens, "max_new_tokens", at_least=1)
         self.batch_tokens = as_count(batch_tokens, "batch_tokens", at_least=1)
         check_positions(backend, self.max_new_tokens)
@@ -169,6 +172,9 @@ class BatchGenerator:
             yield from zip(places, _each(self._ids, [texts[place] for place in places]), strict=True)
 
     def _ids(self, texts: list[str]) -> list[np.ndarray]:
+        longest, most = max(map(len, texts)), PER_TOKEN * (self.max_source_tokens or math.inf)
+        if longest > most:
+            raise InputError(f"{longest} characters, and at most {most} are allowed")
         ids, masks = tokenize(self.tokenizer, texts)
         if self._language is not None:
             ids = self._languages.set_language(ids, masks, self._language)

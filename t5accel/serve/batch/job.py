@@ -14,7 +14,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 from t5accel import machine
 from t5accel.api import open_backend
@@ -153,11 +153,13 @@ def sources(given: str, out: Path) -> list[Source]:
     if os.path.isdir(given):
         base = Path(given)
         # Names that begin with "." or "_" are skipped, as in Arrow and Spark.
-        below = (path for path in base.rglob("*") if path.suffix.lower() in KINDS and path.is_file())
+        every = (Path(top, name) for top, _, names in os.walk(base, onerror=_unreadable) for name in names)
+        below = (path for path in every if path.suffix.lower() in KINDS and path.is_file())
         paths = [path for path in below if not any(part[0] in "._" for part in path.relative_to(base).parts)]
-    else:
-        paths = [Path(path) for path in glob.glob(given, recursive=True) if os.path.isfile(path)]
-        paths = paths or [Path(given)] * os.path.isfile(given)  # a file whose name looks like a pattern
+    else:  # perhaps a file whose name looks like a pattern
+        found = [given] if os.path.isfile(given) else glob.glob(given, recursive=True)
+        paths = [Path(path) for path in {*found} if os.path.isfile(path)]
+        paths = [path for path in paths if out.resolve() not in path.resolve().parents] or paths  # its own answers
         base = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
     if not paths:
         raise InputError(f"{given} is no file, no folder with files of {', '.join(KINDS)}, and no pattern of such.")
@@ -170,7 +172,11 @@ def sources(given: str, out: Path) -> list[Source]:
     try:
         return [Source.of(path.relative_to(base).as_posix(), path) for path in sorted(paths)]
     except OSError as error:
-        raise JobError(f"{error.filename} cannot be read: {error.strerror}.") from error
+        _unreadable(error)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise JobError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
 
 def shards(found: Iterable[Source], settings: Settings) -> Iterator[Shard]:
@@ -285,7 +291,7 @@ def run(
     prefixes = prefixes_of(answerer.backend, what["name"]) if progress else ()
     # A manifest calls the output column "into".
     asked = {"into" if name == "output_column" else name: value for name, value in asdict(settings).items()}
-    if settings.beams is None:
+    if settings.beams is None and not answerer.draws:
         asked["beams"] = answerer.beams  # the model's own number
     rows = sum(shard.rows for shard in planned)
     files = {source.name: source.sha256 for source in found}
