@@ -527,7 +527,6 @@ def test_an_adapter_beside_weights_on_the_hub_is_refused(tiny_t5, hub: Path, tmp
     (tmp_path / "adapter_config.json").write_text("{}")
     FakeHub(hub, tmp_path, monkeypatch)
     monkeypatch.setattr(checkpoints, "_from_pretrained", lambda *_, **__: (tiny_t5(), None))
-    monkeypatch.setattr("t5accel.graphs.encoder_export.hub_download", lambda *_, **__: None)
     for door in (checkpoints.load_model, AcceleratedEncoder.from_pretrained):
         with pytest.raises(ModelUnavailableError, match="me/tuned holds an adapter"):
             door("me/tuned")
