@@ -103,6 +103,14 @@ class OrtNumpy:
         self.manifest = read_manifest(self.folder, verify=verify) if manifest is None else manifest
         self.manifest.require_whole_model(self.folder)
         require_runnable_here(self.manifest, self.folder, self.settings.device)
+        if (level := self.settings.graph_optimization) in ("disable", "basic"):
+            from t5accel.precision.recipes import recipe_from_json
+
+            if (recipe := recipe_from_json(self.manifest.recipe)).saturates:  # see `open_session`
+                raise InputError(
+                    f"graph_optimization must be 'extended', 'layout' or 'all' for {recipe.name!r}, got {level!r}: "
+                    "below, sums of its products saturate on x86 without VNNI."
+                )
         spec = ModelSpec.of_manifest(self.manifest)
         spec.describe(self)
         if spec.positions is not None:

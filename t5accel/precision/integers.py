@@ -171,8 +171,8 @@ class IntegerRewriter:
     ) -> None:
         hidden = product.node.input[0]
         stored = []
-        for name in product.weights:
-            array = graph.weights[name]
+        arrays = [graph.weights[name] for name in product.weights]
+        for name, array in zip(product.weights, arrays, strict=True):
             stored.append(self._channels(graph, name, array.T if product.transposed else array, scheme))
         integers = _joined(graph, [integers for integers, _ in stored], 1)
         scales = _joined(graph, [scales for _, scales in stored], 0)
@@ -182,7 +182,11 @@ class IntegerRewriter:
             scale, zero = _affine(*ranges[hidden])
             parts = hidden, graph.constant(scale), graph.constant(zero)
             rounded = graph.op("DequantizeLinear", graph.op("QuantizeLinear", *parts), *parts[1:])
-            weight = graph.op("DequantizeLinear", integers, scales, axis=1)
+            # Where ONNX Runtime makes the weights uint8 (see `open_session`), it needs a zero point for each scale, and
+            # no other node may read it.
+            width = sum(array.shape[0 if product.transposed else 1] for array in arrays)
+            zeros = graph.weight(graph.fresh("zeros"), np.zeros(width if scheme.per_channel else (), np.int8))
+            weight = graph.op("DequantizeLinear", integers, scales, zeros, axis=1)
             graph.op("MatMul", rounded, weight, output=output)
             return
         if scheme.method == "per-token":

@@ -111,6 +111,11 @@ class Recipe:
         return {graph for graph, scheme in schemes if scheme and scheme.method == "dynamic"}
 
     @property
+    def saturates(self) -> bool:
+        """Whether products of 8 by 8 bits may exceed the 16 bits in which x86 without VNNI adds them in pairs."""
+        return any(scheme.method != "weight-only" and not scheme.reduce_range for scheme in self.schemes)
+
+    @property
     def hash(self) -> str:
         """16 hex digits; reported beside every speed, size and quality, which belong to one recipe."""
         return hashlib.sha256(json.dumps(self._written(), sort_keys=True).encode()).hexdigest()[:16]

@@ -23,7 +23,7 @@ from t5accel.backends.ort_static import COLUMNS, OrtStatic
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
-from t5accel.errors import ExportError
+from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import STEP
 from t5accel.graphs.export import export_model, t5_weights
 from t5accel.graphs.fused_step import step_graph
@@ -84,17 +84,23 @@ def test_in_integers_it_is_as_near_as_another_order_of_additions(folder_of, prec
     ids, mask = padded_batch
     new = np.random.default_rng(5).integers(3, 300, (6, 1, 12))
 
-    def logits(kind: type[OrtNumpy], level: str = "all") -> np.ndarray:
-        backend = kind(folder_of(precision), settings=SessionSettings(threads=1, graph_optimization=level))
+    def logits(kind: type[OrtNumpy], at_once: int = 1) -> np.ndarray:
+        backend = kind(folder_of(precision), settings=ONE_THREAD)
         source = OrtNumpy(folder_of(precision), settings=ONE_THREAD).encode(ids, mask)
         state = backend.new_state(source)
-        return np.concatenate([backend.step(state, new[:, :, i : i + 1]) for i in range(12)], axis=2)
+        return np.concatenate([backend.step(state, new[:, :, i : i + at_once]) for i in range(0, 12, at_once)], axis=2)
 
     def distance(a: np.ndarray, b: np.ndarray) -> float:
         return float(np.sqrt(np.square(a - b).mean()))
 
-    portable, other_order, fused = logits(OrtNumpy), logits(OrtNumpy, "basic"), logits(OrtStatic)
+    portable, other_order, fused = logits(OrtNumpy), logits(OrtNumpy, 12), logits(OrtStatic)
     assert 0 < distance(fused, portable) < 2 * distance(other_order, portable) < 0.2 * portable.std()
+
+
+@pytest.mark.parametrize("level", ["disable", "basic"])
+def test_a_level_at_which_products_of_8_bits_may_saturate_is_refused(folder_of, level: str) -> None:
+    with pytest.raises(InputError, match="graph_optimization must be 'extended'"):
+        OrtStatic(folder_of("int8"), settings=SessionSettings(graph_optimization=level))
 
 
 # Buffers

@@ -22,6 +22,7 @@ def run(graph: GraphBuilder, **feeds: np.ndarray) -> list[np.ndarray]:
     """All outputs, by ONNX Runtime."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
+    options.add_session_config_entry("session.x64quantprecision", "1")  # as `open_session`
     session = onnxruntime.InferenceSession(
         graph.proto().SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

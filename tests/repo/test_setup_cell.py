@@ -19,7 +19,7 @@ if os.environ.get("COLAB"):
 result = InteractiveShell.instance().run_cell(os.environ["CELL"])
 result.raise_error()
 import bench, t5accel
-print(bench.__file__, t5accel.__file__)
+print(bench.__file__, t5accel.__file__, sep="\\n")
 """
 FAKE = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$LOG"
@@ -51,7 +51,7 @@ def test_it_is_short_enough_to_be_read() -> None:
 def test_in_a_checkout_it_finds_the_course_beside_the_notebooks_and_installs_nothing(tmp_path: Path) -> None:
     answer, asked = run(ROOT / "notebooks", tmp_path)
     assert answer.returncode == 0, answer.stderr
-    assert asked == [] and [Path(name).resolve().parents[1] for name in answer.stdout.split()] == [ROOT, ROOT]
+    assert asked == [] and [Path(name).resolve().parents[1] for name in answer.stdout.splitlines()] == [ROOT, ROOT]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Colab runs Linux")
@@ -64,5 +64,5 @@ def test_on_colab_it_clones_the_course_and_installs_it_for_editing(tmp_path: Pat
         "git clone -q --depth=1 https://github.com/owner/name course",
         "pip install -q -e course[cpu,notebooks]",
     ]
-    found = answer.stdout.split()[-2:]
+    found = answer.stdout.splitlines()[-2:]
     assert [(content / name).resolve().parents[1] for name in found] == [content / "course"] * 2
