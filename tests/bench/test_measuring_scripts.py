@@ -1,7 +1,5 @@
 """Scripts that measure, at toy size: what they write are rows of the one kind."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial
@@ -12,10 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import TINY
 
+from bench.record import encoders, peers_quality
+from bench.record.engine import Soak, soak
+from bench.record.peers import save_model
 from bench.results import checked
+from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
+from t5accel.models.load import load_model
+from t5accel.models.random_init import random_t5
 from t5accel.precision.recipes import RECIPES
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own")
@@ -139,3 +144,87 @@ def opened() -> Any:
     from t5accel.api import open_backend
 
     return open_backend("mini", progress=False)[:2]
+
+
+def test_cosines_are_by_token_and_the_least_counts() -> None:
+    states = np.array([[[1.0, 0.0], [0.0, 2.0]]])
+    assert encoders.least_cosine(states, 3 * states) == pytest.approx(1)
+    assert encoders.least_cosine(states, np.array([[[1.0, 0.0], [2.0, 0.0]]])) == pytest.approx(0)
+
+
+def test_a_row_of_encoders_says_time_memory_and_how_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoders, "load_model", lambda name: (random_t5(TINY | dict(vocab_size=32_000)), None))
+    encoders.save_encoder("random:tiny", tmp_path / "model")
+    names = ("torch", "t5accel", "t5accel bf16", "t5accel int8")
+    workers = {name: encoders.start(name, tmp_path / "model", tmp_path, threads=1) for name in names}
+    rows = encoders.measure(workers, ((1, 8), (2, 5)), tmp_path, rounds=2, model="random:tiny", threads=1)
+    for worker in workers.values():
+        worker.close()
+    assert len(rows) == 8 and all(checked(row) for row in rows)
+    for row in rows:
+        assert row["cosine"] > (0.9999 if row["precision"] == "fp32" else 0.9)
+        assert row["peak_memory_bytes"] > 30e6 and len(row["latency_s"]) == 2 and row["ratio"] > 0
+    assert "onnxruntime" in workers["t5accel"].versions
+
+
+def test_a_row_of_quality_has_the_scores_of_answers_that_end_by_themselves(tmp_path: Path) -> None:
+    model = peers_quality.MODEL
+    save_model(model, tmp_path / "models" / model)
+    system, tokenizer = peers_quality.SYSTEMS["t5accel int8"], load_model(model)[1]
+    row = checked(peers_quality.score(system, tmp_path, tokenizer, limit=2))
+    assert row["bleu"] > 20 and row["rougeL"] > 40 and row["recipe_hash"] and row["limit"] == 2
+
+
+def test_the_table_says_what_integers_cost() -> None:
+    scores = dict(bleu=50.0, rougeL=70.0, exact_match=60.0)
+    rows = [dict(system="transformers 4.57", precision="fp32", **scores),
+            dict(system="other", precision="int8", **scores | dict(bleu=48.5, exact_match=61.0))]  # fmt: skip
+    assert peers_quality.table(rows).splitlines()[2:] == [
+        "transformers 4.57  fp32       50.0     70.0  60.0",
+        "other              int8       48.5     70.0  61.0  -1.5 +0.0 +1.0",
+    ]
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(peers_quality, "versions_of", lambda *_: {})
+    monkeypatch.setattr(peers_quality, "save_model", lambda *_: None)
+    monkeypatch.setattr(peers_quality, "score", lambda system, *_: asked.append(system.name) or {"system": system.name})
+    for names in (["torchao int4, compiled", "CTranslate2 int8"], ["CTranslate2 int8", "llama.cpp q8_0"]):
+        monkeypatch.setattr(sys, "argv", ["peers_quality", "--json", str(tmp_path / "rows.json"), "--systems", *names])
+        peers_quality.main()
+    assert sorted(asked) == ["CTranslate2 int8", "llama.cpp q8_0", "torchao int4, compiled"]
+
+
+SMALL = dict(generations=6, settled_after=3, largest_batch=3, longest_source=5, longest_answer=2)
+
+
+class Watched(TorchEager):
+    """Remembers the batches, and may leak."""
+
+    def __init__(self, model: Any, leak: int = 0):
+        super().__init__(model)
+        self.shapes, self.kept, self.leak = [], [], leak
+
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> Any:
+        self.shapes.append(input_ids.shape)
+        self.kept.append(np.ones(self.leak))
+        return super().encode(input_ids, attention_mask)
+
+
+def test_batches_vary_by_the_seed_and_the_largest_comes_before_it_counts(tiny_t5: Any) -> None:
+    first, second, other = (Watched(tiny_t5()) for _ in range(3))
+    ticks: list[int] = []
+    result = soak(first, **SMALL, on_generation=lambda: ticks.append(1))
+    assert len(result.resident_bytes) == len(ticks) == len(first.shapes) == 6
+    assert (3, 5) in first.shapes[:3] and len(set(first.shapes)) > 2
+    assert min(result.resident_bytes) > 1_000_000
+    for backend, seed in ((second, 0), (other, 1)):
+        soak(backend, **SMALL, seed=seed)
+    assert first.shapes == second.shapes != other.shapes
+
+
+def test_a_leak_is_seen_and_growth_counts_from_the_end_of_the_warm_up(tiny_t5: Any) -> None:
+    assert soak(Watched(tiny_t5(), leak=4_000_000), **SMALL).growth > 0.05
+    assert Soak((10, 100, 100, 90), settled_after=2).growth == 0
+    assert Soak((10, 100, 110, 90), settled_after=2).growth == 0.1

@@ -1,22 +1,13 @@
 """The script that measures the claims again, at toy size: its rows, and that unequal outputs are never timed."""
 
 from collections import Counter
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench.record import retest
 from bench.results import checked
-
-SCRIPT = Path(__file__).resolve().parents[2] / "bench/record/retest.py"
-
-
-@pytest.fixture(scope="module")
-def retest() -> ModuleType:
-    return import_module("bench.record.retest")
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[str]:
@@ -26,7 +17,7 @@ def ratios(rows: list[dict[str, Any]]) -> list[str]:
     return [row["system"] for row in rows if row["system"] != row["reference"]]
 
 
-def test_layouts_give_transformers_tokens_and_are_timed_in_both_loops(retest: ModuleType, tiny_t5: Any) -> None:
+def test_layouts_give_transformers_tokens_and_are_timed_in_both_loops(tiny_t5: Any) -> None:
     rows = list(retest.layout_rows(tiny_t5("shallower-decoder"), "toy", 1, source=8, tokens=6))
     assert Counter(row["beams"] for row in rows) == {1: 9, 4: 9}
     assert {row["reference"] for row in rows} == {"transformers with cache"}
@@ -36,14 +27,14 @@ def test_layouts_give_transformers_tokens_and_are_timed_in_both_loops(retest: Mo
     }  # fmt: skip
 
 
-def test_naive_bookkeeping_finds_the_same_answers(retest: ModuleType, tiny_t5: Any) -> None:
+def test_naive_bookkeeping_finds_the_same_answers(tiny_t5: Any) -> None:
     rows = list(retest.beam_rows(tiny_t5(), "toy", 1, source=8, tokens=6, batches=(1, 3)))
     assert [row["batch"] for row in rows] == [1, 1, 1, 3, 3, 3]
     assert ratios(rows) == ["vectorised", "steps alone"] * 2
 
 
 @pytest.mark.long
-def test_what_is_kept_changes_no_token(retest: ModuleType, tiny_t5: Any) -> None:
+def test_what_is_kept_changes_no_token(tiny_t5: Any) -> None:
     rows = list(retest.reuse_rows(tiny_t5(), "toy", 1, short=6, long=12))
     assert set(ratios(rows)) == {"kept"}
     assert [(row["cell"], row["backend"], row["source_tokens"]) for row in rows if row["system"] == "kept"] == [
@@ -53,7 +44,7 @@ def test_what_is_kept_changes_no_token(retest: ModuleType, tiny_t5: Any) -> None
     ]  # fmt: skip
 
 
-def test_forgetting_the_source_computes_it_at_every_step(retest: ModuleType, tiny_t5: Any) -> None:
+def test_forgetting_the_source_computes_it_at_every_step(tiny_t5: Any) -> None:
     model, ids = tiny_t5(), np.array([[5, 6, 7, 1]])
     computed = []
     attention = model.decoder.block[0].layer[1].EncDecAttention
@@ -65,7 +56,7 @@ def test_forgetting_the_source_computes_it_at_every_step(retest: ModuleType, tin
     hook.remove()
 
 
-def test_torchs_int8_is_smaller_and_scored_on_the_bundled_model(retest: ModuleType, mini: Any) -> None:
+def test_torchs_int8_is_smaller_and_scored_on_the_bundled_model(mini: Any) -> None:
     model, tokenizer = mini
     rows = list(retest.torch_int8_rows({"mini": model}, tokenizer, limit=1))
     fp32, int8 = rows
@@ -74,7 +65,7 @@ def test_torchs_int8_is_smaller_and_scored_on_the_bundled_model(retest: ModuleTy
 
 
 @pytest.mark.long
-def test_graphs_are_compared_at_every_level(retest: ModuleType, tiny_t5: Any) -> None:
+def test_graphs_are_compared_at_every_level(tiny_t5: Any) -> None:
     pytest.importorskip("sympy")  # which the package for transformers needs
     rows = list(retest.graph_rows(tiny_t5("shallower-decoder"), "toy", 1, sources=(8,)))
     levels = {row["system"]: row for row in rows if row["cell"] == "graph level"}
@@ -84,13 +75,13 @@ def test_graphs_are_compared_at_every_level(retest: ModuleType, tiny_t5: Any) ->
     assert len(ratios(rows)) == 6 and not any("new_tokens" in row for row in rows), "nothing is generated"
 
 
-def test_weights_in_another_processors_order_give_wrong_numbers(retest: ModuleType) -> None:
+def test_weights_in_another_processors_order_give_wrong_numbers() -> None:
     rows = {checked(row)["system"]: row for row in retest.moved_rows()}
     if rows:  # on a processor that keeps the weights of a convolution in blocks
         assert rows["as here"]["largest_difference"] < 1e-3 < 1 < rows["as elsewhere"]["largest_difference"]
 
 
-def test_tokenizers_are_equal_and_their_share_is_one(retest: ModuleType) -> None:
+def test_tokenizers_are_equal_and_their_share_is_one() -> None:
     rows = list(retest.tokenizer_rows(1, every=60))
     speeds = [row for row in rows if row["cell"] == "tokenizer"]
     shares = [row for row in rows if row["cell"] == "tokenizer share" and "share" in row]

@@ -1,7 +1,5 @@
 """Aimed heads: they look where they should, read what the other head reads, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

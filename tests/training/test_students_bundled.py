@@ -3,30 +3,26 @@
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from bench import evaluation
 from bench.results import filter_rows, load_results
-from bench.systems import BOARD
 from t5accel.api import accelerate
-from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
 from t5accel.models.load import BUNDLED, data_folder, load_model
 from t5accel.models.sizes import T5Dims
-from t5accel.parity import assert_varied
 from t5accel.tokenization import text_to_text
 
 RECORDED = {
     "mini-d1": ("distillation.json", "1 layer, hidden, longer"),
     "mini-d1p": ("pruning.json", "mini-d1, movement"),
 }
-STUDENTS = sorted(BUNDLED.keys() - {"mini"})
+STUDENTS = sorted(BUNDLED.keys() - {"mini"})  # test_bench has that each of them is measured, on equal tokens
 SENTENCES = ["translate English to French: Where is my bag?", "translate English to French: I am tired.",
              "translate English to French: She lost her red umbrella."]  # fmt: skip
 
@@ -34,14 +30,10 @@ pytestmark = pytest.mark.usefixtures("cache_of_its_own")
 each_student = pytest.mark.parametrize("name", STUDENTS)
 
 
-def row_of(name: str, recipe: str = "fp32") -> dict[str, Any]:
+def row_of(name: str) -> dict[str, Any]:
     file, model = RECORDED[name]
-    (found,) = filter_rows(load_results(file)["rows"], measured="speed", model=model, precision=recipe)
+    (found,) = filter_rows(load_results(file)["rows"], measured="speed", model=model, precision="fp32")
     return found
-
-
-def test_every_student_is_recorded_and_measured() -> None:
-    assert set(STUDENTS) == RECORDED.keys() == {technique.student for technique in BOARD} - {None}
 
 
 @each_student
@@ -53,9 +45,8 @@ def test_it_is_small_and_of_its_recorded_shape(name: str) -> None:
     dims = T5Dims.of(load_model(name)[0])
     assert kept["bundled"] == name
     assert (dims.encoder_layers, dims.decoder_layers) == (6, 1)
-    assert {key: list(value) if isinstance(value, tuple) else value for key, value in vars(dims).items()} == kept[
-        "settings"
-    ]
+    found = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(dims).items()}
+    assert found == kept["settings"]
 
 
 def test_transformers_alone_loads_the_distilled_one() -> None:
@@ -79,25 +70,12 @@ def test_recorded_quality_is_what_one_gets(name: str) -> None:
 
 
 def test_the_distilled_one_keeps_nine_tenths_of_its_teacher_s_scores_and_its_card_says_how_much() -> None:
-    (teacher,) = filter_rows(
-        load_results("distillation.json")["rows"], measured="speed", model="mini", precision="fp32"
-    )
+    rows = load_results("distillation.json")["rows"]
+    (teacher,) = filter_rows(rows, measured="speed", model="mini", precision="fp32")
     kept = {name: row_of("mini-d1")[name] / teacher[name] for name in evaluation.MAIN_SCORES}
     assert min(kept.values()) >= 0.9
     card = " ".join((data_folder() / BUNDLED["mini-d1"] / "README.md").read_text(encoding="utf-8").split())
     assert f"{kept['exact_match']:.0%} of its teacher's right answers" in card
-
-
-@each_student
-def test_the_export_gives_its_checkpoints_tokens(name: str) -> None:
-    model, tokenizer = load_model(name)
-    inputs = tokenizer(SENTENCES, return_tensors="np", padding=True)
-    both = [
-        greedy(backend, inputs["input_ids"], inputs["attention_mask"], max_new_tokens=24).sequences
-        for backend in (TorchEager(model), OrtNumpy(cached_export(name)))
-    ]
-    assert_varied(both[0])
-    np.testing.assert_array_equal(*both)
 
 
 @pytest.mark.filterwarnings("ignore:This model's quality in fewer bits was not measured")

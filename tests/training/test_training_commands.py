@@ -17,31 +17,22 @@ pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 call, refused = partial(test_cli.call, app=app), partial(test_cli.refused, app=app)
 
 
-def test_missing_pairs_are_named(tmp_path):
-    missing = ("--pairs", tmp_path / "pairs.tsv")
-    line = refused("train", *missing, "--out", tmp_path / "out", "--threads", 1)
+def test_what_cannot_be_trained_is_refused_and_nothing_is_written(tmp_path):
+    missing, pairs, out = ("--pairs", tmp_path / "missing.tsv"), tmp_path / "pairs.tsv", tmp_path / "out"
+    line = refused("train", *missing, "--out", out, "--threads", 1)
     assert "No translation pairs at" in line and "Give a UTF-8 file" in line
     assert "tatoeba.org" in refused("held-out", *missing)
-    assert call("train").exit_code == call("train", *missing, "--out", "b", "--threads", 0).exit_code == 2
-
-
-def test_train_refuses_a_malformed_file_and_too_few_pairs(tmp_path):
-    pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
+    train = "train", "--pairs", pairs, "--out", out
     pairs.write_text("We sing.\tNous chantons.\nWe sing without a tab.\n")
-    assert "pairs.tsv, line 2: no 'English<TAB>French' pair" in refused("train", "--pairs", pairs, "--out", out)
+    assert "pairs.tsv, line 2: no 'English<TAB>French' pair" in refused(*train)
     pairs.write_text("We sing.\tNous chantons.\n")
-    assert "Cannot hold out 1000 of 1" in refused("train", "--pairs", pairs, "--out", out)
-    assert not out.exists()
-
-
-def test_train_refuses_bad_numbers_and_devices(tmp_path):
-    pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
+    assert "Cannot hold out 1000 of 1" in refused(*train)
     pairs.write_text("".join(f"Word {i}.\tMot {i}.\n" for i in range(1002)))
-    assert "steps" in refused("train", "--pairs", pairs, "--out", out, "--steps", 0)
-    assert call("train", "--pairs", pairs, "--out", out, "--device", "abacus").exit_code == 2
+    assert "steps" in refused(*train, "--steps", 0)
     if not torch.cuda.is_available():
-        assert "'cuda'" in refused("train", "--pairs", pairs, "--out", out, "--device", "cuda")
-    assert call("train", "--pairs", pairs, "--out", out, "--threads", 0).exit_code == 2
+        assert "'cuda'" in refused(*train, "--device", "cuda")
+    for usage in (["train"], [*train, "--threads", 0], [*train, "--device", "abacus"]):
+        assert call(*usage).exit_code == 2
     assert not out.exists()
 
 

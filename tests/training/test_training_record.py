@@ -1,7 +1,5 @@
 """The record of how the bundled model was trained: steps go on from stage to stage, and the picture says where."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from itertools import pairwise
