@@ -163,7 +163,7 @@ def test_the_memory_of_natural_answers_is_that_of_one_batch():
     assert job.texts == 2 and row["peak_memory_bytes"] > row["base_memory_bytes"] + row["size_bytes"] / 2
 
 
-def test_students_are_measured_in_place_of_their_teacher_alone():
+def test_systems_are_selected_by_a_part_of_their_name_and_students_in_place_of_their_teacher_alone():
     students = [system for system in BOARD if system.student]
     assert {system.student for system in students} == BUNDLED.keys() - {"mini"}
     assert set(BOARD) - set(select_systems([], model="random:t5-small")) == set(students)
@@ -171,9 +171,6 @@ def test_students_are_measured_in_place_of_their_teacher_alone():
     for system in students:
         assert not system.exact and system.measured_on(subject) == BenchModel(system.student, 0, 1)
     assert BOARD[0].measured_on(subject) is subject
-
-
-def test_systems_are_selected_by_a_part_of_their_name():
     assert [system.name for system in select_systems(["bound"])] == [CPU_REFERENCE, BOUND.name]
     assert select_systems([]) == select_systems([], model="mini") == BOARD
     with pytest.raises(InputError, match="technique.*TensorFlow"):

@@ -33,7 +33,7 @@ call, refused = partial(test_cli.call, app=app), partial(test_cli.refused, app=a
 COUNTS = ("batch", "source-tokens", "new-tokens", "rounds", "threads")
 
 
-def test_usage_errors(tmp_path, monkeypatch):
+def test_usage_errors_and_help(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     below_one = ("board", "advise", "evaluate", "triton --out x")
     for line in ("boards", "evaluate --limit 0", "triton --out x --precision bf16", "load http://a --clients 0",
@@ -41,6 +41,9 @@ def test_usage_errors(tmp_path, monkeypatch):
                  *(f"{command} --threads 0" for command in below_one)):  # fmt: skip
         assert call(*line.split()).exit_code == 2, line
     assert not os.listdir(tmp_path)
+    for command in app.registered_commands:
+        result = call(command.callback.__name__, "--help")
+        assert result.exit_code == 0 and "Usage" in result.stdout
 
 
 REFUSED = {

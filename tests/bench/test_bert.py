@@ -118,7 +118,7 @@ def test_what_is_left_computes_what_was_masked(model: Any, pruning: Pruning) -> 
     assert small.num_parameters() <= model.num_parameters()
 
 
-def test_the_least_movement_goes_first_and_nothing_goes_at_a_share_of_zero(model: Any) -> None:
+def test_the_least_movement_goes_first_nothing_goes_at_a_share_of_zero_and_no_layer_loses_all(model: Any) -> None:
     pruning = Pruning(neurons=0.5)
     _, masks = moved(model, pruning)
     movement = torch.cat([mask.movement.flatten() for mask in masks["neurons"]])
@@ -126,9 +126,6 @@ def test_the_least_movement_goes_first_and_nothing_goes_at_a_share_of_zero(model
     assert movement[factor == 0].max() <= movement[factor == 1].min() and movement.std() > 0
     close(masks, pruning, 0.0)
     assert all(bool(mask.factor.all()) for mask in masks["neurons"])
-
-
-def test_no_layer_loses_all(model: Any) -> None:
     masks = attach(copy.deepcopy(model), Pruning(heads=0.9, neurons=0.99))
     for kind in ("heads", "neurons"):
         masks[kind][0].movement -= 100.0  # all of the first layer matters least

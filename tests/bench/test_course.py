@@ -121,15 +121,14 @@ def test_a_dead_kernel_and_a_cell_without_end_are_reported_likewise(folder, tmp_
     assert (tmp_path / "out" / "01_second.ipynb").is_file()
 
 
-def test_only_numbered_notebooks_are_the_course_and_none_is_refused(folder, tmp_path, measured):
+def test_only_numbered_notebooks_are_the_course_and_none_or_no_nbclient_is_refused(
+    folder, tmp_path, measured, monkeypatch
+):
     assert [path.name for path in notebooks_in(folder)] == ["00_first.ipynb", "01_second.ipynb"]
     for empty in (tmp_path, tmp_path / "missing"):
         with pytest.raises(InputError, match="No numbered notebook in"):
             run_course(empty, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not measured
-
-
-def test_without_nbclient_the_extra_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "nbclient", None)
     with pytest.raises(MissingPackageError, match=re.escape(install("course"))):
         execute(folder / "00_first.ipynb", tmp_path / "out")

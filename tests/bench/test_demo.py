@@ -42,7 +42,9 @@ def made_up(model: str, precision: str) -> LoadedSystem:
     return LoadedSystem(stream, Letters(), 5_000_000)
 
 
-def test_answers_stand_beside_each_other_with_their_figures() -> None:
+def test_answers_stand_beside_each_other_with_medians_and_a_slow_model_runs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chosen = ["ours, int8", "transformers, fp32", "ours, fp32"]
     *before, (sentence, found) = demo.answers("mini", chosen, "abc", load=made_up)
     assert [said for said, _ in before[:3]] == [f"Loading {label}." for label in found] and sentence == "Done."
@@ -55,9 +57,6 @@ def test_answers_stand_beside_each_other_with_their_figures() -> None:
     assert [one[4:] for one in figures] == [
         [medians], [medians, "the same tokens"], [medians, "other tokens from number 3 on"],
     ]  # fmt: skip
-
-
-def test_times_are_medians_of_runs_and_a_slow_model_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes = [demo.Progress([1, 2], first, seconds, True) for first, seconds in ((1.0, 9.0), (3.0, 4.0), (2.0, 5.0))]
     assert demo._median(lanes) == demo.Progress([1, 2], 2.0, 5.0, True)
     monkeypatch.setattr(demo, "LONG_S", 0.0)

@@ -176,15 +176,7 @@ def test_quality_is_that_of_the_rungs_own_answers() -> None:
     assert {row["settings"]["max_loss_rougeL"] for row in rows} == {20.0}
 
 
-def test_a_gate_is_kept_to_the_point() -> None:
-    expected = {"bleu": 28.0, "rougeL": 58.0}
-    for bleu, inside in ((27.0, True), (26.9, False)):
-        found = ladder.judged({"bleu": bleu, "rougeL": 0.0}, expected, {"bleu": 1.0}, exact=False)
-        assert found["inside"] is inside and found["bleu"] == bleu
-    assert "inside" not in ladder.judged(None, None, GATE, exact=False)
-
-
-def test_the_quality_of_a_recipe_is_found_by_its_hash_and_on_the_whole_model() -> None:
+def test_the_quality_of_a_recipe_is_found_by_its_hash_and_a_gate_is_kept_to_the_point() -> None:
     def scored(system: str, recipe: str, **different: Any) -> dict[str, Any]:
         return {"system": system, "recipe_hash": recipe, "model": "mini", "batch": 1, "exact": False} | different
 
@@ -195,6 +187,11 @@ def test_the_quality_of_a_recipe_is_found_by_its_hash_and_on_the_whole_model() -
     assert (exact["bleu"], exact["inside"]) == (28.0, True) and (eight["bleu"], eight["inside"]) == (27.5, False)
     assert eight["quality_of"] == "mini" and four == here[2]
     assert ladder.with_quality_of(here, here) == here
+    expected = {"bleu": 28.0, "rougeL": 58.0}
+    for bleu, inside in ((27.0, True), (26.9, False)):
+        found = ladder.judged({"bleu": bleu, "rougeL": 0.0}, expected, {"bleu": 1.0}, exact=False)
+        assert found["inside"] is inside and found["bleu"] == bleu
+    assert "inside" not in ladder.judged(None, None, GATE, exact=False)
 
 
 def shown(rung: str, on: str | None, ratio: float, **different: Any) -> dict[str, Any]:

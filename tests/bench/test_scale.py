@@ -56,9 +56,6 @@ def test_what_failures_cost_is_what_they_cost_when_drawn() -> None:
     assert found["shard_s"] == 20
     assert found["repeated_shards"] == pytest.approx(begun - 20_000, rel=0.03)
     assert found["machine_hours"] == pytest.approx(hours, rel=0.03)
-
-
-def test_a_machine_that_never_fails_repeats_nothing() -> None:
     found = job_cost(SPEED, MachinePrice("good", 4, 2.0, 1e9), 3600 * 100)
     assert found["machine_hours"] == pytest.approx(0.5) and found["dollars"] == pytest.approx(1.0)
     assert found["repeated_shards"] < 1e-5 and found["read_bytes_per_s"] == 100 / 2 * 4 * 50

@@ -74,7 +74,9 @@ def test_the_compiled_step_is_equal(tiny_t5, padded_batch) -> None:
     check_eager_tokens(backend, tiny_t5(), padded_batch, min_new_tokens=20, max_new_tokens=20)
 
 
-def test_operators_of_a_step_are_counted_and_views_are_not(tiny_t5, padded_batch) -> None:
+def test_operators_of_a_step_and_what_a_layer_and_a_gate_add_are_counted_and_views_are_not(
+    tiny_t5, padded_batch
+) -> None:
     model = tiny_t5()
     layers = len(model.decoder.block)
     backend = TorchStatic(model)
@@ -86,10 +88,7 @@ def test_operators_of_a_step_are_counted_and_views_are_not(tiny_t5, padded_batch
     assert found["aten.argmax"] == 1 and found["aten.scatter_"] == layers + 1
     assert found["aten.rms_norm"] == 3 * layers + 1 and not found["aten.pow"]
 
-
-def test_what_a_layer_and_a_gate_add_to_a_step(padded_batch) -> None:
-    """The gate's product joins the other one; transformers' own GELU would be eight operators."""
-
+    # The gate's product joins the other one; transformers' own GELU would be eight operators.
     def count(**sizes: Any) -> int:
         model = random_t5(dict(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=2, vocab_size=300) | sizes)
         backend = TorchStatic(model)
