@@ -224,7 +224,7 @@ def test_any_vocabulary_and_scores(folder: Path, data: st.DataObject, vocab: lis
         # An unknown character costs ten more than the worst piece.
         ([["xa", -20.0], ["a", 9.5]], {}, "xa", ["xa"]),
         ([["xa", -20.0], ["a", 10.5]], {}, "xa", ["x", "a"]),
-        ([["▁a", -1.0]], {"pre_tokenizer": OLDER, "decoder": OLDER}, "a  b a", ["▁a", "▁b", "▁a"]),
+        ([["▁a", -1.0]], {"pre_tokenizer": OLDER, "decoder": OLDER}, "a  b a", ["▁a", "▁", "▁b", "▁a"]),
     ],
 )
 def test_small_vocabularies(
