@@ -215,21 +215,15 @@ def test_any_vocabulary_and_scores(folder: Path, data: st.DataObject, vocab: lis
     ("vocab", "parts", "text", "pieces"),
     [
         ([["a", -1.0], ["aa", -1.0]], {}, "aaa", ["a", "aa"]),  # of equal cuts that with the longer last piece
-        (
-            [["a", -1.0], ["xy", 30.0]],
-            {"pre_tokenizer": METASPACE},
-            "日本a語",
-            ["▁日本", "a", "語"],
-        ),  # unknown neighbours
+        # Unknown neighbours are one piece.
+        ([["a", -1.0], ["xy", 30.0]], {"pre_tokenizer": METASPACE}, "日本a語", ["▁日本", "a", "語"]),
         # An unknown character costs ten more than the worst piece.
         ([["xa", -20.0], ["a", 9.5]], {}, "xa", ["xa"]),
         ([["xa", -20.0], ["a", 10.5]], {}, "xa", ["x", "a"]),
         ([["▁a", -1.0]], {"pre_tokenizer": OLDER, "decoder": OLDER}, "a  b a", ["▁a", "▁", "▁b", "▁a"]),
     ],
 )
-def test_small_vocabularies(
-    folder: Path, vocab: list[Any], parts: dict[str, Any], text: str, pieces: list[str]
-) -> None:
+def test_small_vocabularies(folder: Path, vocab: list[Any], parts: dict[str, Any], text: str, pieces: Any) -> None:
     pair = both(specification([["<unk>", 0.0], *vocab], **parts), folder)
     same(pair, text)
     assert pair[1].tokenize(text) == pieces
