@@ -72,9 +72,6 @@ def save(path: Path, nodes: list[Any], opsets: dict[str, int] | None = None, wei
     return path
 
 
-# Nodes are counted
-
-
 def test_sets_of_operators_are_named_and_branches_are_counted_by_the_standard(tmp_path: Path) -> None:
     y = helper.make_tensor_value_info("z", TensorProto.FLOAT, ["N"])
     then, otherwise = (
@@ -105,9 +102,6 @@ def test_what_is_no_graph(tmp_path: Path, read: Callable[[Any], Any]) -> None:
     for data in (b"", b"no graph", b"\xff" * 9):
         (tmp_path / "no.onnx").write_bytes(data)
         refused(read, "path", tmp_path / "no.onnx", match=r"no\.onnx", error=ExportError)
-
-
-# What a level does
 
 
 def test_what_each_level_makes_of_a_decoder(portable) -> None:
@@ -170,9 +164,6 @@ def test_a_level_that_an_older_onnxruntime_lacks(portable, tmp_path: Path, monke
         optimize_export(portable(), tmp_path / "x", level="layout")
 
 
-# The same numbers
-
-
 def check_same(backend: OrtNumpy, model: Any, padded_batch: Any) -> None:
     check_program(backend, model, *padded_batch, 3, PROGRAM)
     check_equals_generate(backend, model, *padded_batch, max_new_tokens=12)
@@ -204,9 +195,6 @@ def test_of_standard_operators(optimized, tiny_t5, padded_batch, level: str) -> 
         model = onnx.load(folder / name, load_external_data=False)
         assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 20)] and model.ir_version == 9
     check_same(OrtNumpy(folder, settings=ONE_THREAD), tiny_t5(), padded_batch)
-
-
-# What is written
 
 
 def declared(path: Path) -> list[tuple[str, list[Any]]]:
@@ -278,8 +266,6 @@ def test_a_tokenizer_and_all_other_files_come_along_and_a_copy_of_the_copy_says_
     OrtNumpy(tmp_path / "saved", settings=ONE_THREAD)
 
 
-# Elsewhere
-
 ELSEWHERE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "cpu Other 9000": lambda patch: patch_facts(patch, cpu="Other 9000"),
     "instruction sets avx2": lambda patch: patch_facts(patch, cpu_flags=["avx2"]),
@@ -309,9 +295,6 @@ def test_refused_on_another_device(optimized) -> None:
     with pytest.raises(ExportError, match="for device cpu; here is device cuda"):
         OrtNumpy(optimized(), settings=SessionSettings(device="cuda"))
     require_runnable_here(read_manifest(optimized(level="basic")), optimized(level="basic"), "cuda")
-
-
-# The folder that is written
 
 
 @pytest.fixture

@@ -77,9 +77,6 @@ def numbers(text: str) -> set[str]:
     return set(re.findall(r"\d+(?::\d+)?", text))  # 42, and 7:35 as one
 
 
-# --- the bundled sets
-
-
 @pytest.mark.parametrize("held_out", HALVES)
 def test_the_evaluation_sets_are_generated(held_out: bool) -> None:
     half, begin = ("unseen", 100) if held_out else ("seen", 0)
@@ -124,9 +121,6 @@ def test_the_halves_share_no_number() -> None:
     for made, text in ((some_reports, "source"), (some_questions, "context")):
         seen, unseen = ({n for one in made(held_out) for n in numbers(getattr(one, text))} for held_out in HALVES)
         assert min(len(seen), len(unseen)) > 80 and not seen & unseen
-
-
-# --- the texts
 
 
 def test_names_and_numbers_of_a_summary_stand_in_its_source() -> None:
@@ -275,9 +269,6 @@ def pairs_file(tmp_path):
     return path
 
 
-# --- forty sentences, judged by reading
-
-
 def test_what_was_judged_is_what_the_bundled_model_writes_and_what_its_card_shows() -> None:
     rows = [json.loads(line) for line in FORTY.read_text(encoding="utf-8").splitlines()]
     model, tokenizer = load_model("mini")
@@ -362,9 +353,6 @@ def test_pairs_are_joined_in_step_and_as_often_as_asked():
     for count, times in ((1, 6), (16, 6), (38, 4), (400, 2)):
         drawn = balance_pairs([usual] * 400 + [rare] * count)
         assert (drawn.count(usual), drawn.count(rare)) == (800, times * count)
-
-
-# --- vocabulary -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -482,9 +470,6 @@ def test_students_never_see_what_is_held_out_nor_the_evaluation_sets(tmp_path, p
     assert prefixes == {"translate English to French", "summarize", "question"}
     with pytest.raises(InputError, match="tatoeba.org"):
         curricula.student_mixture(tmp_path / "missing.tsv")
-
-
-# --- the sources that a teacher writes to -----------------------------------------------------------------------------
 
 
 def test_sources_are_of_all_tasks_in_their_shares_and_each_is_there_once(monkeypatch):
