@@ -32,11 +32,8 @@ from t5accel.models.random_init import RANDOM_SIZES
 from t5accel.models.sizes import T5Dims
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_CPU = [
-    one.name
-    for one in systems.ON_DEVICE
-    if one.name not in (systems.TENSORRT, systems.KERNEL, systems.THEIR_DRAWS, systems.DRAWN)
-]
+ON_GPUS = (systems.TENSORRT, systems.KERNEL, systems.THEIR_DRAWS, systems.DRAWN)
+ON_CPU = [one.name for one in systems.ON_DEVICE if one.name not in ON_GPUS]
 H100, T4 = (9, 0), (7, 5)
 
 
