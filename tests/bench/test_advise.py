@@ -1,7 +1,5 @@
 """Advice rests on recorded rows alone: the nearest run, what the gate lets pass, the fastest of that, and its row."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -61,21 +59,21 @@ def chosen(advice: Advice) -> str | None:
     return advice.recommended.row["precision"] if advice.recommended else None
 
 
-def test_the_fastest_that_loses_no_more_than_allowed_is_taken(given: Any) -> None:
+def test_the_fastest_that_loses_no_more_than_allowed_is_taken_and_what_matters_decides(given: Any) -> None:
     rows = [FP32, row("int8", 8.0, bleu=29.5), row("int4", 10.0, bleu=28.5)]
     assert chosen(given(*rows)) == "int8"
     assert chosen(given(*rows, task="questions")) == "int4", "the score of another task does not count"
     assert chosen(given(*rows, max_loss={"bleu": 1.5})) == "int4"
     assert chosen(given(*rows, max_loss={"bleu": 0.4})) == "fp32"
     assert given(*rows).losses["int4"]["bleu"] == 1.5
-
-
-def test_what_matters_decides(given: Any) -> None:
     rows = [FP32, INT8, row("int4", 6.0, size_bytes=7_000_000)]
     assert chosen(given(*rows)) == "int8" and chosen(given(*rows, matters="memory")) == "int4"
     assert chosen(given(*rows, matters="quality")) == "fp32", "equal scores are no proof of equal tokens"
     peaks = [one | {"peak_memory_bytes": size} for one, size in zip(rows, (90, 70, 80), strict=True)]
     assert chosen(given(*peaks, matters="memory")) == "int8"
+    assert chosen(given(FP32 | {"equal": 63})) is None
+    assert chosen(given(row("fp32", 0.9))) is None
+    assert "No recommendation" in report(given(row("fp32", 0.9)))
 
 
 @pytest.mark.parametrize(
@@ -87,21 +85,12 @@ def test_what_is_no_evidence_is_not_recommended(given: Any, changed: dict[str, A
     assert chosen(given(FP32, row("int4", 10.0, **changed))) == "fp32"
 
 
-def test_fp32_has_to_give_the_same_tokens_and_to_be_faster(given: Any) -> None:
-    assert chosen(given(FP32 | {"equal": 63})) is None
-    assert chosen(given(row("fp32", 0.9))) is None
-    assert "No recommendation" in report(given(row("fp32", 0.9)))
-
-
 def test_scores_of_one_file_belong_together(given: Any) -> None:
     elsewhere = [row("int4", 1.0, measured="quality", system=None, reference=None, latency_s=None)]
     bare = row("int4", 10.0, bleu=None)
     assert chosen(given(FP32, bare, files={"scores": elsewhere})) == "fp32", "that file has no fp32 to compare with"
     elsewhere.append(row("fp32", 1.0, measured="quality", system=None, reference=None, latency_s=None, bleu=30.5))
     assert chosen(given(FP32, bare, files={"scores": elsewhere})) == "int4"
-
-
-def test_unscored_recipes_are_named_and_not_taken_but_for_random_weights(given: Any) -> None:
     bare = [{key: value for key, value in one.items() if key not in SCORES} for one in (FP32, INT8)]
     advice = given(*bare)
     assert chosen(advice) == "fp32" and "the quality of int8 on this model" in report(advice)
@@ -154,11 +143,8 @@ def test_every_need_of_the_bundled_models_is_answered_in_fifteen_lines() -> None
 
 
 def test_names_of_measured_systems_are_known() -> None:
-    ours = {
-        one.name
-        for one in (*BOARD, THEIR_LOOP, LOOKUP, THROUGHPUT)
-        if one.backend in ("backends.ort.numpy", "backends.hf") and not one.student
-    }
+    known = (one for one in (*BOARD, THEIR_LOOP, LOOKUP, THROUGHPUT) if not one.student)
+    ours = {one.name for one in known if one.backend in ("backends.ort.numpy", "backends.hf")}
     assert ours - {"ONNX Runtime, our loop, all logits", "ONNX Runtime, transformers' loop"} <= ADVISED
     options = {"t5accel, all logits", "t5accel, OpenVINO's encoder"}  # which the line that is advised does not give
     assert {system.name for system in PEERS if system.ours} - options <= ADVISED
@@ -217,9 +203,8 @@ def test_models_of_ones_own_are_answered_by_their_sizes(tmp_path: Path) -> None:
 
 def test_without_an_answer_the_command_that_gives_one_is_named(tmp_path: Path, cache_of_its_own: Any) -> None:
     """The command, and then the question again with its results."""
-    random_t5(dict(d_model=8, d_kv=4, d_ff=16, num_heads=2, num_layers=1, vocab_size=64)).save_pretrained(
-        tmp_path / "own"
-    )
+    sizes = dict(d_model=8, d_kv=4, d_ff=16, num_heads=2, num_layers=1, vocab_size=64)
+    random_t5(sizes).save_pretrained(tmp_path / "own")
     need = Need(str(tmp_path / "own"), batch=2, source_tokens=8, new_tokens=4)
     nothing = report(recommend(need))
     (command,) = [text.split(": ", 1)[1] for text in nothing.splitlines() if text.startswith("Measure it: ")]

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,19 +30,10 @@ from t5accel.precision.gate import text_score
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 
 call, refused = partial(test_cli.call, app=app), partial(test_cli.refused, app=app)
-CALLBACKS = {command.callback.__name__: command.callback for command in app.registered_commands}
 COUNTS = ("batch", "source-tokens", "new-tokens", "rounds", "threads")
 
 
-@pytest.mark.parametrize("command", CALLBACKS)
-def test_every_command_explains_itself_and_its_options(command):
-    result = call(command, "--help")
-    assert result.exit_code == 0 and "Usage" in result.stdout
-    plain = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).split())
-    assert CALLBACKS[command].__doc__.split(":")[0].split(",")[0] in plain
-
-
-def test_usage_errors(tmp_path, monkeypatch):
+def test_usage_errors_and_help(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     below_one = ("board", "advise", "evaluate", "triton --out x")
     for line in ("boards", "evaluate --limit 0", "triton --out x --precision bf16", "load http://a --clients 0",
@@ -49,6 +41,9 @@ def test_usage_errors(tmp_path, monkeypatch):
                  *(f"{command} --threads 0" for command in below_one)):  # fmt: skip
         assert call(*line.split()).exit_code == 2, line
     assert not os.listdir(tmp_path)
+    for command in app.registered_commands:
+        result = call(command.callback.__name__, "--help")
+        assert result.exit_code == 0 and "Usage" in result.stdout
 
 
 REFUSED = {
@@ -86,9 +81,6 @@ def test_triton_refuses_a_model_without_a_tokenizer_before_it_is_exported(tmp_pa
         assert f"{model} has " in line and "no tokenizer" in line
 
 
-# --- board
-
-
 @pytest.fixture
 def measured(monkeypatch):
     calls = []
@@ -111,10 +103,8 @@ def test_bench_passes_every_option_on_and_writes_what_it_is_told(measured, tmp_p
     assert (result.exit_code, result.stdout) == (0, board(ROWS) + "\n")
     names = [technique.name for technique in select_systems([], model="random:t5-small")]
     options = dict(rounds=5, threads=6, limit=7, peak_memory=False, progress=True)
-    assert said(result) == [
-        "Warning: the rounds of our loop differ widely (column range). Measure again on a quiet machine, or with more "
-        "--rounds."
-    ]
+    (warning,) = said(result)
+    assert warning.startswith("Warning: the rounds of our loop differ widely")
     assert measured == [("random:t5-small", Forced(4, 3, 2), names, options)]
     written = json.loads(rows.read_text(encoding="utf-8"))
     assert written["command"] == "python -m bench board --batch 2" and written["rows"] == ROWS
@@ -157,9 +147,6 @@ def test_what_was_measured_is_not_lost_where_it_cannot_be_drawn(measured, tmp_pa
     assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"] == ROWS
 
 
-# --- advise
-
-
 def test_advise_passes_every_option_on_and_prints_the_advice(monkeypatch, tmp_path):
     calls = []
 
@@ -178,37 +165,24 @@ def test_advise_passes_every_option_on_and_prints_the_advice(monkeypatch, tmp_pa
     need = Need("me/mine", "questions", "throughput", 3, 2, 5, 6, limits, "cuda", 7)
     assert calls == [(need, [tmp_path, Path("mine.json")])]
     assert call("advise").exit_code == 0 and calls[1] == (Need(), [])
-
-
-def test_advise_recommends_for_the_bundled_model_in_few_lines_and_explains_in_more():
-    short, long = call("advise", "--task", "translation"), call("advise", "--task", "translation", "--explain")
-    assert 'model = accelerate("mini"' in short.stdout and len(short.stdout.splitlines()) <= 15
-    assert re.search(r"Rests on [\w-]+\.json, row \d+ \(", short.stdout)
+    monkeypatch.undo()
+    long = call("advise", "--task", "translation", "--explain")
+    assert 'model = accelerate("mini"' in long.stdout
     assert re.search(r"^\* +[\w-]+, our loop .* \d+\.\d\dx ", long.stdout, re.MULTILINE)
 
 
-# --- course
-
-
-def test_course_prints_the_time_of_each_notebook_and_the_board(monkeypatch, tmp_path):
-    calls = []
-    run = NotebookRun("00_start.ipynb", 7.0, tmp_path / "00_start.ipynb")
-    monkeypatch.setattr(bench.course, "run_course", lambda *where: calls.append(where) or ([run], "the board"))
+def test_course_prints_the_time_of_each_notebook_and_the_board_and_says_last_what_failed(monkeypatch, tmp_path):
+    calls, first = [], NotebookRun("00_start.ipynb", 7.0, tmp_path / "00_start.ipynb")
+    runs = [first]
+    monkeypatch.setattr(bench.course, "run_course", lambda *where: calls.append(where) or (runs, "the board"))
     result = call("course", "--notebooks", tmp_path, "--out", tmp_path / "out")
     assert result.exit_code == 0 and calls == [(tmp_path, tmp_path / "out")]
     assert "00_start.ipynb: 7 s, 0 MB\n" in result.stdout and "the board" in result.stdout
-
-
-def test_course_with_a_notebook_that_fails_says_so_last_and_exits_with_1(monkeypatch):
-    failed = NotebookRun("00_start.ipynb", 7.0, "copy", failed="ValueError: no", details="cell and traceback")
-    runs = [failed, NotebookRun("01_next.ipynb", 2.0, "copy")]
-    monkeypatch.setattr(bench.course, "run_course", lambda *where: (runs, "the board"))
+    failed = replace(first, copy="copy", failed="ValueError: no", details="cell and traceback")
+    runs[:] = [failed, NotebookRun("01_next.ipynb", 2.0, "copy")]
     result = call("course")
     assert result.exit_code == 1 and "cell and traceback" in result.stderr
     assert result.stdout.splitlines()[-1] == "00_start.ipynb: FAILED after 7 s, ValueError: no; see copy"
-
-
-# --- evaluate
 
 
 def test_evaluate_prints_the_report_and_writes_what_it_is_told(tmp_path):
@@ -246,18 +220,14 @@ def test_evaluate_scores_an_export_on_rows_of_the_users(tmp_path, exported_mini,
     assert re.fullmatch(r"30 rows: bleu \S+, chrf \S+, rougeL \S+, exact_match 100.00\n", every)
 
 
-# --- load, demo
-
-
 def test_load_fails_where_no_server_answers():
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))  # and nobody listens
         url = f"http://127.0.0.1:{port.getsockname()[1]}"
         result = call("load", url, "--rate", 20, "--seconds", 0.3)
     assert result.exit_code == 2 and "no answer" in result.stdout and "nan" not in result.stdout
-    assert said(result) == [
-        f"t5accel: {url} answered no request. Start a server there (t5accel serve), or read its log."
-    ]
+    (line,) = said(result)
+    assert line.startswith(f"t5accel: {url} answered no request.")
 
 
 def test_a_demo_on_a_port_in_use_is_refused_before_a_model_loads(monkeypatch):

@@ -76,12 +76,8 @@ def test_the_course_leaves_executed_copies_a_page_and_the_board(folder, measured
     for expected in ("Measured now", "Recorded in full: scoreboard-big-machine", "00_first.ipynb", "01_second.ipynb"):
         assert expected in page
     (((model, _), options),) = measured
-    assert (
-        model == "mini"
-        and options["limit"]
-        and not options["peak_memory"]
-        and record["command"] == "python -m bench course"
-    )
+    assert model == "mini" and options["limit"] and not options["peak_memory"]
+    assert record["command"] == "python -m bench course"
 
 
 def test_a_failing_notebook_does_not_stop_the_next_and_the_report_has_its_error(folder, measured, tmp_path):
@@ -103,18 +99,12 @@ def test_a_failing_notebook_does_not_stop_the_next_and_the_report_has_its_error(
 
 
 def test_the_peak_is_that_of_each_kernel_even_after_the_memory_is_freed(tmp_path):
+    scratch = "from tempfile import mkdtemp\nopen('where.txt', 'w').write(mkdtemp())"
     big = write_notebook(tmp_path / "00_big.ipynb", "x = b'x' * (300 << 20)", "del x", "1 / 0")
-    small = write_notebook(tmp_path / "01_small.ipynb", "x = 1")
+    small = write_notebook(tmp_path / "01_small.ipynb", scratch)
     peaks = [execute(path, tmp_path / "out").peak_memory_bytes for path in (big, small)]
     assert peaks[0] > 300 << 20 > 200 << 20 > peaks[1] > 10 << 20
-
-
-def test_nothing_is_left_of_a_notebooks_scratch_folder(tmp_path):
-    path = tmp_path / "00_scratch.ipynb"
-    code = "from tempfile import mkdtemp\nopen('where.txt', 'w').write(mkdtemp())"
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), path)
-    execute(path, tmp_path / "out")
-    assert not Path((tmp_path / "where.txt").read_text()).exists()
+    assert not Path((tmp_path / "where.txt").read_text()).exists(), "nothing is left of a notebook's scratch folder"
 
 
 @pytest.mark.parametrize("error", [DeadKernelError("Kernel died"), CellTimeoutError("A cell timed out")])
@@ -131,15 +121,14 @@ def test_a_dead_kernel_and_a_cell_without_end_are_reported_likewise(folder, tmp_
     assert (tmp_path / "out" / "01_second.ipynb").is_file()
 
 
-def test_only_numbered_notebooks_are_the_course_and_none_is_refused(folder, tmp_path, measured):
+def test_only_numbered_notebooks_are_the_course_and_none_or_no_nbclient_is_refused(
+    folder, tmp_path, measured, monkeypatch
+):
     assert [path.name for path in notebooks_in(folder)] == ["00_first.ipynb", "01_second.ipynb"]
     for empty in (tmp_path, tmp_path / "missing"):
         with pytest.raises(InputError, match="No numbered notebook in"):
             run_course(empty, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not measured
-
-
-def test_without_nbclient_the_extra_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "nbclient", None)
     with pytest.raises(MissingPackageError, match=re.escape(install("course"))):
         execute(folder / "00_first.ipynb", tmp_path / "out")
@@ -167,10 +156,7 @@ def test_a_task_fails_on_its_stub_and_passes_on_its_solution_and_exercises_run(t
     run = execute(path, tmp_path / "out")
     assert outputs(run.copy) == ["", "", "double: not solved yet (NotImplementedError: no message)\n"]
     assert not run.failed
-    for bad, word in (
-        (good.replace("2 * x", "6"), "solved"),
-        (good.replace("== 6", "== 7"), "AssertionError"),
-    ):
+    for bad, word in ((good.replace("2 * x", "6"), "solved"), (good.replace("== 6", "== 7"), "AssertionError")):
         solution.write_text(bad)
         assert word in execute(path, tmp_path / "out").failed
     solution.write_text(good)

@@ -1,7 +1,5 @@
 """The demo's page without a browser: what it writes, refuses and takes out of what Gradio sends. See tests/with_web."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from collections.abc import Iterator
@@ -10,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from bench.demo import page as demo
 from bench.demo.at_home import AtHome
@@ -45,7 +42,9 @@ def made_up(model: str, precision: str) -> LoadedSystem:
     return LoadedSystem(stream, Letters(), 5_000_000)
 
 
-def test_answers_stand_beside_each_other_with_their_figures() -> None:
+def test_answers_stand_beside_each_other_with_medians_and_a_slow_model_runs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chosen = ["ours, int8", "transformers, fp32", "ours, fp32"]
     *before, (sentence, found) = demo.answers("mini", chosen, "abc", load=made_up)
     assert [said for said, _ in before[:3]] == [f"Loading {label}." for label in found] and sentence == "Done."
@@ -58,9 +57,6 @@ def test_answers_stand_beside_each_other_with_their_figures() -> None:
     assert [one[4:] for one in figures] == [
         [medians], [medians, "the same tokens"], [medians, "other tokens from number 3 on"],
     ]  # fmt: skip
-
-
-def test_times_are_medians_of_runs_and_a_slow_model_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes = [demo.Progress([1, 2], first, seconds, True) for first, seconds in ((1.0, 9.0), (3.0, 4.0), (2.0, 5.0))]
     assert demo._median(lanes) == demo.Progress([1, 2], 2.0, 5.0, True)
     monkeypatch.setattr(demo, "LONG_S", 0.0)
@@ -106,12 +102,15 @@ def test_every_example_is_answered_rightly_but_the_known_failure(
         assert (answer in references(name, row)) == (id_ not in WRONG), f"{id_}: {answer}"
 
 
-def test_the_page_begins_with_a_field_that_is_filled() -> None:
+def test_the_page_begins_with_fields_that_are_filled_and_an_empty_one_is_named() -> None:
     for task in menu():
-        assert [demo._box(task, place)["value"] for place in range(len(task.examples[0]))] == [
-            *task.examples[0].values()
-        ]
+        filled = [demo._box(task, place)["value"] for place in range(len(task.examples[0]))]
+        assert filled == [*task.examples[0].values()]
         assert not task.titles[0].endswith("wrongly)") and all(task.titles)
+    ask = menu()[2]
+    assert demo._named(ask, [" Who? ", "Ann."]) == {"question": "Who?", "context": "Ann."}
+    with pytest.raises(InputError, match="Nothing is written under “Text”"):
+        demo._named(ask, ["Who?", " \n"])
 
 
 @pytest.mark.parametrize(
@@ -123,13 +122,6 @@ def test_the_page_begins_with_a_field_that_is_filled() -> None:
 def test_what_cannot_be_answered_gets_a_sentence(model: str, chosen: list[str], source: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         list(demo.answers(model, chosen, source, load=made_up))
-
-
-def test_an_empty_field_is_named() -> None:
-    ask = menu()[2]
-    assert demo._named(ask, [" Who? ", "Ann."]) == {"question": "Who?", "context": "Ann."}
-    with pytest.raises(InputError, match="Nothing is written under “Text”"):
-        demo._named(ask, ["Who?", " \n"])
 
 
 PAGE = (
@@ -146,13 +138,7 @@ def test_pages_lose_what_they_would_fetch_from_elsewhere(kind: bytes, kept: bool
         await send({"type": "http.response.body", "body": PAGE[:60], "more_body": True})
         await send({"type": "http.response.body", "body": PAGE[60:]})
 
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    asyncio.run(AtHome(app)(scope, None, send))
+    sent, _ = asked(app, "GET", "/", {})
     body = b"".join(message.get("body", b"") for message in sent)
     headers = dict(sent[0]["headers"])
     assert (b"example.com" in body) == kept and b"/own.css" in body and b"/own.js" in body
@@ -164,16 +150,9 @@ FORM = {**OWN, "content-type": "multipart/form-data; boundary=x"}
 JOIN = "/gradio_api/queue/join"
 
 
-def status_of(method: str, path: str, headers: dict[str, str]) -> int:
-    """What `AtHome` answers; 200 comes from the application behind it, which has read the body."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body"})
-
-    read: list[bool] = []
-    sent: list[dict[str, Any]] = []
+def asked(app: Any, method: str, path: str, headers: dict[str, str]) -> tuple[list[dict[str, Any]], bool]:
+    """What `AtHome` sends in place of the application behind it, and whether the body was read."""
+    read, sent = [], []
 
     async def receive() -> dict[str, Any]:
         read.append(True)
@@ -184,29 +163,41 @@ def status_of(method: str, path: str, headers: dict[str, str]) -> int:
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     asyncio.run(AtHome(app)({"type": "http", "method": method, "path": path, "headers": raw}, receive, send))
-    status = sent[0]["status"]
-    assert bool(read) == (status == 200), "what is refused is not read"
-    return status
+    return sent, bool(read)
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/upload", "/gradio_api/upload", "/gradio_api/upload/", "//gradio_api/upload", "/gradio_api/stream/1",
-     "/gradio_api/process_recording", "/gradio_api/component_server", "/gradio_api/vibe-edit", "/login"],
-)  # fmt: skip
-def test_nobody_can_send_the_demo_a_file(path: str) -> None:
-    assert status_of("POST", path, FORM) == 403 and status_of("POST", path, OWN) == 403
-    assert status_of("PUT", path, OWN) in (403, 405)
+def status_of(method: str, path: str, headers: dict[str, str]) -> int:
+    """200 comes from the application, which has read the body; what is refused is not read."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    sent, read = asked(app, method, path, headers)
+    assert read == (sent[0]["status"] == 200)
+    return sent[0]["status"]
+
+
+def test_nobody_can_send_the_demo_a_file_and_it_reads_none_for_anybody() -> None:
+    for path in (
+        "/upload", "/gradio_api/upload", "/gradio_api/upload/", "//gradio_api/upload", "/gradio_api/stream/1",
+        "/gradio_api/process_recording", "/gradio_api/component_server", "/gradio_api/vibe-edit", "/login",
+    ):  # fmt: skip
+        assert status_of("POST", path, FORM) == 403 and status_of("POST", path, OWN) == 403, path
+        assert status_of("PUT", path, OWN) in (403, 405), path
     assert status_of("POST", JOIN, FORM) == 415, "nor one in place of a question"
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["/gradio_api/file=/etc/passwd", "/gradio_api/file=a\nb", "/gradio_api/file/etc/passwd", "/gradio_api/deep_link",
-     "/gradio_api/proxy=https://example.com", "/gradio_api/upload_progress", "/gradio_api/stream/a/b/1/x.ts"],
-)  # fmt: skip
-def test_the_demo_reads_no_file_for_anybody(path: str) -> None:
-    assert status_of("GET", path, {}) == status_of("HEAD", path, {}) == 403
+    for path in (
+        "/gradio_api/file=/etc/passwd", "/gradio_api/file=a\nb", "/gradio_api/file/etc/passwd",
+        "/gradio_api/deep_link", "/gradio_api/proxy=https://example.com", "/gradio_api/upload_progress",
+        "/gradio_api/stream/a/b/1/x.ts",
+    ):  # fmt: skip
+        assert status_of("GET", path, {}) == status_of("HEAD", path, {}) == 403, path
+    for path in (  # what the page reads is still there
+        "/", "/config", "/assets/index.js", "/theme.css", "/gradio_api/info", "/gradio_api/queue/data",
+        "/gradio_api/heartbeat/abc", "/gradio_api/startup-events",
+    ):  # fmt: skip
+        assert status_of("GET", path, {"sec-fetch-site": "cross-site"}) == 200, path
 
 
 @pytest.mark.parametrize(
@@ -230,19 +221,3 @@ def test_the_demo_reads_no_file_for_anybody(path: str) -> None:
 def test_only_the_demos_own_page_may_ask(headers: dict[str, str], status: int) -> None:
     for path in (JOIN, "/gradio_api/cancel", "/gradio_api/reset", "/gradio_api/call/answer_all"):
         assert status_of("POST", path, {**OWN, **headers}) == status
-
-
-@pytest.mark.parametrize(
-    "path", ["/", "/config", "/assets/index.js", "/theme.css", "/gradio_api/info", "/gradio_api/queue/data",
-             "/gradio_api/heartbeat/abc", "/gradio_api/startup-events"],
-)  # fmt: skip
-def test_what_the_page_reads_is_still_there(path: str) -> None:
-    assert status_of("GET", path, {"sec-fetch-site": "cross-site"}) == 200
-
-
-def test_without_gradio_one_sentence_says_what_to_install(monkeypatch) -> None:
-    from bench.__main__ import app
-
-    monkeypatch.setitem(__import__("sys").modules, "gradio", None)
-    result = CliRunner().invoke(app, ["demo"])
-    assert result.exit_code == 2 and "gradio is missing" in result.output and "`make demo`" in result.output

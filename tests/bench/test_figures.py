@@ -120,9 +120,12 @@ def test_a_drawing_is_a_figure_whose_words_can_be_read(name: str) -> None:
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
-def test_the_drawing_of_attention_counts_what_a_cache_saves() -> None:
+def test_drawings_count_what_a_cache_saves_and_names_do_not_overlap() -> None:
     titles = [axes.get_title() for axes in attention_work(steps=4, source=5).axes]
     assert [int(title.split()[-2]) for title in titles] == [10, 4, 20, 5]
+    (axes,) = drawings.quality_beside_speed({"teacher": (1, 100), "a": (2.2, 50), "b": (2.3, 48)}).axes
+    heights = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert heights["teacher"] == 100 and abs(heights["a"] - heights["b"]) >= 6
 
 
 def test_the_drawing_of_next_tokens_shows_the_likeliest_with_their_words_and_two_temperatures() -> None:
@@ -135,13 +138,7 @@ def test_the_drawing_of_next_tokens_shows_the_likeliest_with_their_words_and_two
     assert not label.lines and "other tokens: 10%" in plain.get_xlabel()
 
 
-def test_names_of_models_of_equal_quality_do_not_overlap() -> None:
-    (axes,) = drawings.quality_beside_speed({"teacher": (1, 100), "a": (2.2, 50), "b": (2.3, 48)}).axes
-    heights = {text.get_text(): text.xy[1] for text in axes.texts}
-    assert heights["teacher"] == 100 and abs(heights["a"] - heights["b"]) >= 6
-
-
-def test_the_plot_has_a_bar_for_each_row_and_is_a_readable_picture(tmp_path):
+def test_the_plot_has_a_bar_for_each_row_and_is_a_readable_picture(tmp_path, monkeypatch):
     from matplotlib.image import imread
 
     path = tmp_path / "new folder" / "board.png"
@@ -156,15 +153,12 @@ def test_the_plot_has_a_bar_for_each_row_and_is_a_readable_picture(tmp_path):
     picture = imread(path)
     assert picture.shape[:2] == tuple(round(150 * inches) for inches in reversed(figure.get_size_inches()))
     assert picture[..., :3].min() < 0.3 and picture[..., :3].max() == 1.0  # something is drawn on white
-
-
-def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackageError, match=re.escape(install("course"))):
         plot_board(ROWS)
 
 
-def test_the_page_holds_picture_table_and_origin_of_every_board():
+def test_the_page_holds_picture_table_and_origin_of_every_board_and_escapes_them():
     html = page([("Now", RECORD), ("Then", RECORD | dict(commit=None, date="2024-01-01"))], notes="<p>a note</p>")
     assert html.startswith("<!doctype html>") and "<p>a note</p>" in html
     assert html.count("<h2>") == html.count("<table>") == 2
@@ -176,9 +170,6 @@ def test_the_page_holds_picture_table_and_origin_of_every_board():
     for origin in ("commit abc1234", "commit unknown", "2024-01-01", "python -m bench board</code>", "torch 2.9.1"):
         assert origin in html
     assert not re.search(r'(src|href)="(?!data:)', html)  # self-contained
-
-
-def test_the_page_escapes_what_it_is_given():
     evil = '<script>"&'
     row = REFERENCE | dict(system=evil, model=evil)
     odd = RECORD | dict(rows=[row], date=evil, commit=evil, command=evil, versions={evil: evil}, machine={"cpu": evil})

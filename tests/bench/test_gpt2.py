@@ -1,7 +1,5 @@
 """GPT-2: all ways of decoding give transformers' tokens, and the bytes that they hand over are those counted."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The harness, with entries that cheat, fail and end early: what is not equal is not timed. No speed is asserted."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -73,12 +71,6 @@ def test_less_work_while_timing_is_refused(cut: np.ndarray) -> None:
         run_comparison([entry("a", TOKENS), entry("b", TOKENS, cut)], WORK)
 
 
-def test_a_degenerate_reference_is_no_evidence() -> None:
-    dull = np.full((2, 4), 7)
-    with pytest.raises(InputError, match="degenerate"):
-        run_comparison([entry("a", dull), entry("b", dull)], WORK)
-
-
 def test_answers_of_natural_length_are_compared_whole_and_their_tokens_counted() -> None:
     longer = np.array([[5, 6, 7, 8, 0], [9, 10, 11, 12, 13]])
     work = Work(2, 7, 5, forced_length=False)
@@ -113,9 +105,8 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on() -> None:
         entry("dies", TOKENS, TOKENS, RuntimeError("killed")), entry("b", TOKENS),
     ]  # fmt: skip
     diary: list[str] = []
-    rows = {
-        row["system"]: row for row in run_comparison(entries, WORK, rounds=3, keep_going=True, on_built=diary.append)
-    }
+    found = run_comparison(entries, WORK, rounds=3, keep_going=True, on_built=diary.append)
+    rows = {row["system"]: row for row in found}
     assert [*rows] == diary == ["a", "missing", "unequal", "dies", "b"]
     assert rows["missing"]["failed"] == "ModuleNotFoundError: no runtime … here"
     assert rows["unequal"]["failed"].startswith("ParityError") and "killed" in rows["dies"]["failed"]
@@ -143,10 +134,13 @@ def test_a_failure_while_the_time_is_estimated_is_a_row_too() -> None:
     assert ["failed" in row for row in rows] == [False, True, False] and len(rows[2]["latency_s"]) == 3
 
 
-def test_one_entry_alone_and_equal_names_are_refused() -> None:
+def test_one_entry_alone_equal_names_and_a_degenerate_reference_are_refused() -> None:
     for entries in ([], [entry("a", TOKENS)], [entry("a", TOKENS), entry("a", TOKENS)]):
         with pytest.raises(InputError, match="entries"):
             run_comparison(entries, WORK)
+    dull = np.full((2, 4), 7)
+    with pytest.raises(InputError, match="degenerate"):
+        run_comparison([entry("a", dull), entry("b", dull)], WORK)
 
 
 def test_a_device_is_waited_for() -> None:

@@ -1,7 +1,5 @@
 """Ladders: their rungs, the climb on a tiny model with rungs that cheat, how rows are shown. No speed is asserted."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
@@ -16,21 +14,9 @@ import numpy as np
 import pytest
 from refused import refused
 
-from bench import harness
+from bench import harness, ladder
 from bench.evaluation import MAIN_SCORES
-from bench.ladder import (
-    GATE,
-    Rung,
-    account,
-    by_ladder,
-    climb,
-    fastest,
-    forced_rungs,
-    judged,
-    natural_rungs,
-    way_to,
-    with_quality_of,
-)
+from bench.ladder import GATE, Rung, by_ladder, climb, forced_rungs, natural_rungs, way_to
 from bench.results import checked
 from bench.scoreboard import Forced, Natural
 from bench.systems import SYSTEMS, BenchModel
@@ -88,9 +74,6 @@ def altered(
     return replace(like, name="a rival", system=replace(like.system, build=build), **different), calls
 
 
-# --- the rungs
-
-
 @pytest.mark.parametrize("rungs", [forced_rungs(), natural_rungs(), natural_rungs("a student")])
 def test_every_rung_adds_one_idea_to_one_below_it(rungs: tuple[Rung, ...]) -> None:
     names = [rung.name for rung in rungs]
@@ -117,9 +100,6 @@ def test_bad_ladders_are_refused_before_a_model_is_loaded() -> None:
     refused(partial(call, [NAIVE, LOOP]), "max_loss", {"speed": 1.0})
 
 
-# --- the climb
-
-
 def test_a_climb_gives_a_row_for_each_rung(tiny: str, student: str) -> None:
     rungs = [
         NAIVE, CACHE, replace(LOOP, on="cache"), INT8, BY_NAME["lookup"],
@@ -134,10 +114,9 @@ def test_a_climb_gives_a_row_for_each_rung(tiny: str, student: str) -> None:
         assert (row["cell"], row["adds"], row.get("on"), row["batch"]) == ("toy", rung.adds, rung.on, rung.batch)
         assert (row["model"], row["system"]) == (rung.model or tiny, rung.system.name)
         assert (row["precision"], row["recipe_hash"]) == (rung.system.recipe.name, rung.system.recipe.hash)
-        assert (row["texts"], row["forced"], row["threads"], row["of"]) == (3, False, 1, 3) and row[
-            "source_tokens"
-        ] > 20
-        assert len(row["latency_s"]) == 2 and row["reference"] == NAIVE.system.name
+        assert (row["texts"], row["forced"], row["threads"], row["of"]) == (3, False, 1, 3)
+        assert row["source_tokens"] > 20 and row["reference"] == NAIVE.system.name
+        assert len(row["latency_s"]) == 2
         assert row["tokens_per_s"] == pytest.approx(row["new_tokens"] / np.median(row["latency_s"]))
         for key, other in (("factor", by_rung[rung.on or "naive"]), ("ratio", rows[0])):
             samples = [there / here for there, here in zip(other["latency_s"], row["latency_s"], strict=True)]
@@ -197,28 +176,22 @@ def test_quality_is_that_of_the_rungs_own_answers() -> None:
     assert {row["settings"]["max_loss_rougeL"] for row in rows} == {20.0}
 
 
-def test_a_gate_is_kept_to_the_point() -> None:
-    expected = {"bleu": 28.0, "rougeL": 58.0}
-    for bleu, inside in ((27.0, True), (26.9, False)):
-        found = judged({"bleu": bleu, "rougeL": 0.0}, expected, {"bleu": 1.0}, exact=False)
-        assert found["inside"] is inside and found["bleu"] == bleu
-    assert "inside" not in judged(None, None, GATE, exact=False)
-
-
-def test_the_quality_of_a_recipe_is_found_by_its_hash_and_on_the_whole_model() -> None:
+def test_the_quality_of_a_recipe_is_found_by_its_hash_and_a_gate_is_kept_to_the_point() -> None:
     def scored(system: str, recipe: str, **different: Any) -> dict[str, Any]:
         return {"system": system, "recipe_hash": recipe, "model": "mini", "batch": 1, "exact": False} | different
 
     there = [scored("loop", "fp32", bleu=28.0, exact=True), scored("loop", "8", bleu=27.5),
              scored("loop", "8", bleu=20.0, model="a student"), scored("loop", "8", bleu=21.0, batch=32)]  # fmt: skip
     here = [scored("cache", "fp32", exact=True, inside=True), scored("loop", "8"), scored("loop", "4")]
-    exact, eight, four = with_quality_of(here, there, max_loss={"bleu": 0.4})
+    exact, eight, four = ladder.with_quality_of(here, there, max_loss={"bleu": 0.4})
     assert (exact["bleu"], exact["inside"]) == (28.0, True) and (eight["bleu"], eight["inside"]) == (27.5, False)
     assert eight["quality_of"] == "mini" and four == here[2]
-    assert with_quality_of(here, here) == here
-
-
-# --- how it reads
+    assert ladder.with_quality_of(here, here) == here
+    expected = {"bleu": 28.0, "rougeL": 58.0}
+    for bleu, inside in ((27.0, True), (26.9, False)):
+        found = ladder.judged({"bleu": bleu, "rougeL": 0.0}, expected, {"bleu": 1.0}, exact=False)
+        assert found["inside"] is inside and found["bleu"] == bleu
+    assert "inside" not in ladder.judged(None, None, GATE, exact=False)
 
 
 def shown(rung: str, on: str | None, ratio: float, **different: Any) -> dict[str, Any]:
@@ -243,23 +216,19 @@ TOY = [
 
 
 def test_the_fastest_rung_inside_the_gate_and_the_path_to_it() -> None:
-    assert fastest(TOY)["rung"] == "eight"
-    assert fastest(TOY, at_once=True)["rung"] == "batches"
+    assert ladder.fastest(TOY)["rung"] == "eight"
+    assert ladder.fastest(TOY, at_once=True)["rung"] == "batches"
     with pytest.raises(InputError, match="gate"):
-        fastest(TOY[:-1], at_once=True)
+        ladder.fastest(TOY[:-1], at_once=True)
     assert [row["rung"] for row in way_to(TOY, "batches")] == ["naive", "cache", "eight", "batches"]
     with pytest.raises(InputError, match="'five'"):
         way_to(TOY, "five")
-    assert account(TOY, "eight") == "2.50 (the cache) x 8.10 (the eight) = 20.2; measured from end to end: 20.0 times"
+    said = "2.50 (the cache) x 8.10 (the eight) = 20.2; measured from end to end: 20.0 times"
+    assert ladder.account(TOY, "eight") == said
 
 
-@pytest.fixture
-def script() -> Any:
-    return import_module("bench.record.ladder")
-
-
-def test_the_script_climbs_all_ladders_writes_and_draws(script: Any, tmp_path: Path, monkeypatch, capsys) -> None:
-    climbed: list[tuple[str, Any]] = []
+def test_the_script_climbs_all_ladders_writes_and_draws(tmp_path: Path, monkeypatch, capsys) -> None:
+    script, climbed = import_module("bench.record.ladder"), []
 
     def fake(rungs: Any, job: Any, *, model: str, ladder: str, **options: Any) -> list[dict[str, Any]]:
         climbed.append((model, job))
@@ -303,4 +272,4 @@ def test_the_recorded_ladders_are_whole_and_proven() -> None:
             lost = {name: rows[0][name] - row[name] for name in MAIN_SCORES}
             limits = {name.removeprefix("max_loss_"): most for name, most in row["settings"].items()}
             assert row["inside"] == all(lost[name] <= most for name, most in limits.items())
-        assert way_to(rows, fastest(rows)["rung"])[0]["rung"] == "naive"
+        assert way_to(rows, ladder.fastest(rows)["rung"])[0]["rung"] == "naive"

@@ -1,7 +1,5 @@
 """The load generator: an open loop tells of a stall what a closed one hides."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -75,6 +73,8 @@ def test_the_closed_loop_hides_what_the_open_one_shows(stalling) -> None:
 def test_streams_tell_when_they_began(stalling) -> None:
     outcome = asyncio.run(offer(Load(stalling[0], [{**BODY, "stream": True}], rate_per_s=40.0, seconds=0.5)))
     assert len(outcome.first_s) == len(outcome.latency_s) > 5 and outcome.tokens == 2 * len(outcome.latency_s)
+    url = f"{stalling[0]}/generate"
+    assert ask(url, BODY) == ("a b c", 5) and ask(url, {**BODY, "stream": True}) == ("ab", 2)
 
 
 def test_refusals_are_no_answers(stalling) -> None:
@@ -85,16 +85,12 @@ def test_refusals_are_no_answers(stalling) -> None:
     assert outcome.statuses.keys() == {429} and not outcome.latency_s and np.isnan(outcome.percentile_s(99))
 
 
-def test_one_question_and_its_answer(stalling) -> None:
-    url = f"{stalling[0]}/generate"
-    assert ask(url, BODY) == ("a b c", 5) and ask(url, {**BODY, "stream": True}) == ("ab", 2)
-
-
-def test_percentiles_of_some_requests(stalling) -> None:
+def test_percentiles_are_exact_and_may_be_of_some_requests(stalling) -> None:
     outcome = asyncio.run(offer(Load(stalling[0], [BODY, {"text": "b"}], rate_per_s=60.0, seconds=0.5)))
     assert {*outcome.asked} == {0, 1} and len(outcome.asked) == len(outcome.latency_s)
     assert max(outcome.percentile_s(100, among={number}) for number in (0, 1)) == max(outcome.latency_s)
     assert np.isnan(outcome.percentile_s(50, among={7}))
+    assert Outcome(latency_s=[i / 100 for i in range(101)]).percentile_s(99) == pytest.approx(0.99)
 
 
 def test_equal_loads_are_equal(stalling) -> None:
@@ -123,7 +119,3 @@ def test_the_command(stalling) -> None:
 def test_no_load(options: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Load(**{"url": "http://127.0.0.1:1", "requests": [BODY], **options})
-
-
-def test_percentiles_are_exact() -> None:
-    assert Outcome(latency_s=[i / 100 for i in range(101)]).percentile_s(99) == pytest.approx(0.99)

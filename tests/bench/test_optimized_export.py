@@ -1,7 +1,5 @@
 """Optimised exports: the same numbers, the nodes that they should have, and refused where they were not made for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -46,24 +44,23 @@ Optimized = Callable[..., Path]
 @pytest.fixture(scope="module")
 def portable(exported) -> Callable[..., Path]:
     """``portable(kind, external)``: an export. Shared: do not write."""
-    return lambda kind="deeper-decoder", external=True: exported(
-        kind, **(dict(external_threshold_bytes=0) if external else {})
-    )
+    beside: dict[str, Any] = dict(external_threshold_bytes=0)
+    return lambda kind="deeper-decoder", external=True: exported(kind, **(beside if external else {}))
 
 
 @pytest.fixture(scope="module")
 def optimized(portable, tmp_path_factory) -> Optimized:
-    """``optimized(kind, external=…, level=…, tool=…)``: that export, optimised. Shared: do not write."""
+    """``optimized(kind, external, level=…, tool=…)``: that export, optimised. Shared: do not write."""
 
     @cache
-    def export(kind: str, external: bool, level: str, tool: str) -> Path:
+    def export(
+        kind: str = "deeper-decoder", external: bool = True, level: str = "all", tool: str = "onnxruntime"
+    ) -> Path:
         folder = tmp_path_factory.mktemp("optimized") / "tiny"
         optimize_export(portable(kind, external), folder, level=level, tool=tool)
         return folder
 
-    return lambda kind="deeper-decoder", external=True, level="all", tool="onnxruntime": export(
-        kind, external, level, tool
-    )
+    return export
 
 
 def save(path: Path, nodes: list[Any], opsets: dict[str, int] | None = None, weights: Any = ()) -> Path:
@@ -75,14 +72,7 @@ def save(path: Path, nodes: list[Any], opsets: dict[str, int] | None = None, wei
     return path
 
 
-def two_nodes() -> list[Any]:
-    return [helper.make_node("Neg", ["x"], ["negative"]), helper.make_node("Add", ["negative", "x"], ["y"])]
-
-
-# Nodes are counted
-
-
-def test_sets_of_operators_are_named_and_branches_are_counted(tmp_path: Path) -> None:
+def test_sets_of_operators_are_named_and_branches_are_counted_by_the_standard(tmp_path: Path) -> None:
     y = helper.make_tensor_value_info("z", TensorProto.FLOAT, ["N"])
     then, otherwise = (
         helper.make_graph([helper.make_node(kind, ["x"], ["z"], domain=domain)], kind, [], [y])
@@ -96,17 +86,13 @@ def test_sets_of_operators_are_named_and_branches_are_counted(tmp_path: Path) ->
     path = save(tmp_path / "if.onnx", nodes, {"": 20, "com.microsoft": 1, "ai.onnx.ml": 5})
     assert count_nodes(path) == {"Constant": 1, "If": 1, "Neg": 2, "com.microsoft.QuickGelu": 1}
     assert contrib_operators(path) == ["com.microsoft.QuickGelu"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "domain", "is_standard"),
-    [("Gelu", "", True), (NORM, "", False), ("RMSNormalization", "", False), ("Gelu", "com.microsoft", False)],
-)
-def test_the_standard_is_asked(tmp_path: Path, kind: str, domain: str, is_standard: bool) -> None:
-    """By set and version: RMSNormalization came with opset 23."""
-    node = helper.make_node(kind, ["x"], ["y"], domain=domain)
-    path = save(tmp_path / "one.onnx", [node], {"": 20, **({domain: 1} if domain else {})})
-    assert (contrib_operators(path) == []) == is_standard
+    # The standard is asked by set and version: RMSNormalization came with opset 23.
+    for kind, domain, is_standard in (
+        ("Gelu", "", True), (NORM, "", False), ("RMSNormalization", "", False), ("Gelu", "com.microsoft", False),
+    ):  # fmt: skip
+        node = helper.make_node(kind, ["x"], ["y"], domain=domain)
+        path = save(tmp_path / "one.onnx", [node], {"": 20, **({domain: 1} if domain else {})})
+        assert (contrib_operators(path) == []) == is_standard, kind
 
 
 @pytest.mark.parametrize("read", [count_nodes, contrib_operators, lambda path: optimized_graph(path).__enter__()])
@@ -116,9 +102,6 @@ def test_what_is_no_graph(tmp_path: Path, read: Callable[[Any], Any]) -> None:
     for data in (b"", b"no graph", b"\xff" * 9):
         (tmp_path / "no.onnx").write_bytes(data)
         refused(read, "path", tmp_path / "no.onnx", match=r"no\.onnx", error=ExportError)
-
-
-# What a level does
 
 
 def test_what_each_level_makes_of_a_decoder(portable) -> None:
@@ -158,12 +141,15 @@ def test_a_session_optimises_as_it_is_told(tiny_t5, portable, padded_batch, leve
     check_program(backend, tiny_t5(), *padded_batch, 3, PROGRAM)
 
 
-def test_no_level(portable, tmp_path: Path) -> None:
+def test_wrong_options(portable, workplace: Path) -> None:
     levels = ("ALL", "", None, ["all"])
+    call = partial(optimize_export, portable(), workplace / "new")
     refused(SessionSettings, "graph_optimization", *levels, match="^graph_optimization")
-    refused(partial(optimize_export, portable(), tmp_path / "x"), "level", *levels, match="^level")
+    refused(call, "level", *levels, match="^level")
     refused(lambda level: optimized_graph(portable() / DECODER, level).__enter__(), "level", *levels, match="^level")
-    assert not list(tmp_path.iterdir())
+    refused(call, "tool", "tensorrt", None, match="tool")
+    refused(partial(call, tool="transformers"), "level", "layout", match="disable, basic, extended, all")
+    assert not (workplace / "new").exists()
 
 
 def test_a_level_that_an_older_onnxruntime_lacks(portable, tmp_path: Path, monkeypatch) -> None:
@@ -176,9 +162,6 @@ def test_a_level_that_an_older_onnxruntime_lacks(portable, tmp_path: Path, monke
         open_session(portable() / DECODER, SessionSettings(graph_optimization="layout"))
     with pytest.raises(InputError, match="'layout'"):
         optimize_export(portable(), tmp_path / "x", level="layout")
-
-
-# The same numbers
 
 
 def check_same(backend: OrtNumpy, model: Any, padded_batch: Any) -> None:
@@ -214,9 +197,6 @@ def test_of_standard_operators(optimized, tiny_t5, padded_batch, level: str) -> 
     check_same(OrtNumpy(folder, settings=ONE_THREAD), tiny_t5(), padded_batch)
 
 
-# What is written
-
-
 def declared(path: Path) -> list[tuple[str, list[Any]]]:
     session = open_session(path, ONE_THREAD)
     return [(value.name, value.shape) for value in (*session.get_inputs(), *session.get_outputs())]
@@ -244,15 +224,13 @@ def test_weights_lie_where_they_lay(portable, optimized) -> None:
     assert read_manifest(beside).files.keys() == read_manifest(portable()).files.keys()
     encoder, decoder = references(beside / ENCODER), references(beside / DECODER)
     assert encoder.keys() & decoder.keys() == {"shared.weight"} and encoder["shared.weight"] == decoder["shared.weight"]
-    assert read_manifest(beside).shared.keys() == {"shared.weight"}
+    assert [*read_manifest(beside).shared] == ["shared.weight"] == [*OrtNumpy(beside, settings=ONE_THREAD)._weights]
     everything = {**encoder, **decoder}
     (head,) = everything.keys() - references(portable() / ENCODER).keys() - references(portable() / DECODER).keys()
     assert head in decoder and everything[head][2] == 300 * 32 * 4, "of tied embeddings the transpose"
     assert {location for location, _, _ in everything.values()} == {WEIGHTS}
     assert all(offset % 4096 == 0 for _, offset, _ in everything.values())
     assert 0 < size_bytes(beside) - size_bytes(portable()) - 300 * 32 * 4 < 4096
-    backend = OrtNumpy(beside, settings=ONE_THREAD)
-    assert list(backend._weights) == ["shared.weight"]
 
 
 def test_made_up_names_are_told_apart(tmp_path: Path) -> None:
@@ -276,20 +254,17 @@ def test_made_up_names_are_told_apart(tmp_path: Path) -> None:
         np.testing.assert_array_equal(y, (weights[Path(name).stem] + 1) * number)
 
 
-def test_a_tokenizer_and_all_other_files_come_along(exported_mini, tmp_path: Path) -> None:
+def test_a_tokenizer_and_all_other_files_come_along_and_a_copy_of_the_copy_says_the_same(
+    exported_mini, tmp_path: Path
+) -> None:
     manifest = optimize_export(exported_mini, tmp_path / "mini")
     assert manifest.files.keys() == read_manifest(exported_mini).files.keys() > {"tokenizer.json"}
     for name in manifest.files.keys() - {ENCODER, DECODER}:
         assert (tmp_path / "mini" / name).read_bytes() == (exported_mini / name).read_bytes()
-
-
-def test_a_copy_of_the_copy_says_the_same(optimized, tmp_path: Path) -> None:
-    accelerate(optimized(), progress=False).save_pretrained(tmp_path / "saved")
-    assert read_manifest(tmp_path / "saved").optimized == read_manifest(optimized()).optimized != {}
+    accelerate(tmp_path / "mini", progress=False).save_pretrained(tmp_path / "saved")
+    assert read_manifest(tmp_path / "saved").optimized == manifest.optimized != {}
     OrtNumpy(tmp_path / "saved", settings=ONE_THREAD)
 
-
-# Elsewhere
 
 ELSEWHERE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "cpu Other 9000": lambda patch: patch_facts(patch, cpu="Other 9000"),
@@ -322,9 +297,6 @@ def test_refused_on_another_device(optimized) -> None:
     require_runnable_here(read_manifest(optimized(level="basic")), optimized(level="basic"), "cuda")
 
 
-# The folder that is written
-
-
 @pytest.fixture
 def workplace(portable, tmp_path: Path, monkeypatch) -> Path:
     """A folder with a portable export, and one for temporary files, of which none may be left."""
@@ -337,7 +309,7 @@ def workplace(portable, tmp_path: Path, monkeypatch) -> Path:
     assert not list((tmp_path / "temporary").iterdir())
 
 
-def test_a_third_graph_is_not_forgotten(workplace: Path) -> None:
+def test_a_third_graph_is_not_forgotten_and_a_package_that_fails_says_why(workplace: Path, monkeypatch, capfd) -> None:
     """Its weights lie in the file that would be written anew."""
     third = workplace / "portable" / "third.onnx"
     shutil.copy(workplace / "portable" / DECODER, third)
@@ -346,13 +318,10 @@ def test_a_third_graph_is_not_forgotten(workplace: Path) -> None:
     write_manifest(workplace / "portable", content)
     with pytest.raises(InputError, match=r"third\.onnx"):
         optimize_export(workplace / "portable", workplace / "new")
-
-
-def test_wrong_options(workplace: Path) -> None:
-    call = partial(optimize_export, workplace / "portable", workplace / "new")
-    refused(call, "tool", "tensorrt", None, match="tool")
-    refused(partial(call, tool="transformers"), "level", "layout", match="disable, basic, extended, all")
-    assert not (workplace / "new").exists()
+    monkeypatch.setattr(optimize, "PACKAGE", "import sys; print('on the way'); sys.exit('first\\nit does not fuse')")
+    with pytest.raises(ExportError, match="could not optimise .* at level 'extended': it does not fuse"):
+        optimize_export(workplace / "portable", workplace / "new", tool="transformers", level="extended")
+    assert not (workplace / "new").exists() and capfd.readouterr() == ("", "")
 
 
 def test_packages_that_are_not_installed(workplace: Path, monkeypatch) -> None:
@@ -366,13 +335,6 @@ def test_packages_that_are_not_installed(workplace: Path, monkeypatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(optimize, "find_spec", lambda name: None if name in ("torch", "sympy") else object())
     call()
-
-
-def test_a_package_that_fails_says_why(workplace: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(optimize, "PACKAGE", "import sys; print('on the way'); sys.exit('first\\nit does not fuse')")
-    with pytest.raises(ExportError, match="could not optimise .* at level 'extended': it does not fuse"):
-        optimize_export(workplace / "portable", workplace / "new", tool="transformers", level="extended")
-    assert not (workplace / "new").exists() and capfd.readouterr() == ("", "")
 
 
 def test_no_place_for_temporary_files(portable, tmp_path: Path, monkeypatch) -> None:

@@ -1,7 +1,5 @@
 """Steps of fixed sizes on ONNX Runtime: tokens are transformers', whatever lies in the places that are not real."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,14 +28,11 @@ def greedy_by_hand(model: Any, ids: np.ndarray, mask: np.ndarray, histories: lis
     return np.array([history[-count:] for history in histories])
 
 
-def test_satisfies_the_protocol(exported, tiny_t5, kind: str, padded_batch) -> None:
+def test_satisfies_the_protocol_and_greedy_gives_eager_tokens(exported, tiny_t5, kind: str, padded_batch) -> None:
     backend = OrtCaptured(exported(kind))
     assert isinstance(backend, Backend) and callable(backend.run_greedy)
     check_program(backend, tiny_t5(kind), *padded_batch, 2, PROGRAM)
-
-
-def test_greedy_gives_eager_tokens(exported, tiny_t5, kind: str, padded_batch) -> None:
-    """More positions need the second size of the past."""
+    # More positions need the second size of the past.
     backend, length = OrtCaptured(exported(kind)), MULTIPLE + 16
     check_eager_tokens(backend, tiny_t5(kind), padded_batch, min_new_tokens=length, max_new_tokens=length)
     assert len(backend.fixed) == 2

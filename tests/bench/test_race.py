@@ -1,7 +1,5 @@
 """Several streams side by side: who goes next, what is counted, and how it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 
@@ -76,7 +74,9 @@ def test_transformers_generate_is_a_stream_of_the_same_tokens(threads_put_back) 
     assert len(chunks) == len(whole) and all(len(chunk) == 1 for chunk in chunks)
 
 
-def test_transformers_computes_nothing_that_nobody_asks_for(threads_put_back, monkeypatch) -> None:
+def test_transformers_computes_nothing_that_nobody_asks_for_and_its_error_reaches_who_asked(
+    threads_put_back, monkeypatch
+) -> None:
     model, steps = random_t5(SIZES), []
     forward = model.decoder.forward
     monkeypatch.setattr(model.decoder, "forward", lambda *args, **named: steps.append(1) or forward(*args, **named))
@@ -86,9 +86,6 @@ def test_transformers_computes_nothing_that_nobody_asks_for(threads_put_back, mo
     assert len(steps) == 2
     stream.close()
     assert len(steps) == 2
-
-
-def test_an_error_of_generate_reaches_who_asked(threads_put_back) -> None:
     ids = np.full((1, 6), 9999)  # beyond the vocabulary
     with pytest.raises(IndexError):
         next(generate_stream(random_t5(SIZES), ids, np.ones_like(ids), 5))

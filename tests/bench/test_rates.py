@@ -1,7 +1,5 @@
 """Rates, knees and the program that records them: at toy size, and of two real servers for a moment."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path
@@ -11,20 +9,8 @@ import numpy as np
 import pytest
 
 from bench.results import checked
-from bench.serving.rates import (
-    BASELINE,
-    OURS,
-    STATIC,
-    curve,
-    is_met,
-    keeps_up,
-    knee,
-    knees,
-    mixed_bodies,
-    swept,
-    table,
-    targets,
-)
+from bench.serving import rates
+from bench.serving.rates import BASELINE, OURS, STATIC, is_met, keeps_up, knee, swept, targets
 from bench.serving.servers import Server, other, ours
 from t5accel.errors import InputError
 from t5accel.models.load import BUNDLED, data_folder
@@ -38,7 +24,7 @@ def point(rate: float, p99_s: float, **more: Any) -> dict[str, Any]:
 
 def test_one_request_in_ten_wants_a_long_answer() -> None:
     seen: list[int] = []
-    bodies = mixed_bodies(lambda rng, tokens: seen.append(tokens) or "a", 200)
+    bodies = rates.mixed_bodies(lambda rng, tokens: seen.append(tokens) or "a", 200)
     lengths = [body["max_new_tokens"] for body in bodies]
     assert lengths.count(128) == 20 and {*lengths} == {4, 5, 6, 7, 8, 128} and min(seen) == 8 and max(seen) == 40
     assert all(body["min_new_tokens"] == body["max_new_tokens"] for body in bodies)
@@ -48,11 +34,9 @@ def test_who_refuses_does_not_keep_up() -> None:
     assert keeps_up(point(1.0, 0.5)) and not keeps_up(point(1.0, 1.5)) and not keeps_up(point(1.0, 0.5, unanswered=2))
     assert not keeps_up({"rate_per_s": 1.0, "limit_s": 1.0, "answered": 0, "unanswered": 0})
     assert knee([point(2.0, 0.5), point(1.0, 0.2)]) == 2.0 and knee([]) == 0.0
-    rows = [
-        {**point(3.0, 0.1), "measured": "open loop", "cell": cell, "model": "m", "system": "s"}
-        for cell in ("curve", "x")
-    ]
-    assert knees(rows, "m") == {"s": 3.0} and knees(rows, "n") == {}
+    open_loop = {**point(3.0, 0.1), "measured": "open loop", "model": "m", "system": "s"}
+    rows = [open_loop | {"cell": cell} for cell in ("curve", "x")]
+    assert rates.knees(rows, "m") == {"s": 3.0} and rates.knees(rows, "n") == {}
 
 
 @pytest.mark.parametrize(("capacity", "start"), [(50.0, 10.0), (50.0, 200.0), (50.0, 50.0)])
@@ -61,10 +45,7 @@ def test_a_sweep_ends_just_beyond_the_knee(capacity: float, start: float) -> Non
     found = knee(rows)
     assert capacity / 1.25 < found <= capacity and len(rows) < 12
     assert min(row["rate_per_s"] for row in rows if not keeps_up(row)) <= 1.26 * found
-
-
-def test_a_sweep_ends_where_nothing_is_ever_enough() -> None:
-    assert len([*swept(lambda rate: point(rate, 9.0), 8.0, most=4)]) == 2 * 4, "each rate twice"
+    assert len([*swept(lambda rate: point(rate, 9.0), 8.0, most=4)]) == 2 * 4, "where nothing is enough each twice"
 
 
 def test_aims_are_held_against_what_was_measured() -> None:
@@ -80,12 +61,8 @@ def test_aims_are_held_against_what_was_measured() -> None:
     rows += [{**beside, "system": STATIC, "short_p99_s": 0.9}, {**beside, "system": OURS, "short_p99_s": 0.2}]
     rows += [dict(model="m", system=OURS, measured="sequential", source_tokens=n, p99_s=n / 100) for n in (32, 512)]
     found = {what.split()[0] + wanted: (value, is_met(wanted, value)) for what, wanted, value in targets(rows, "m")}
-    assert found == {
-        "knee>= 10": (20.0, True),
-        "knee>= 1.5": (2.0, True),
-        "p99>= 3": (pytest.approx(4.5), True),
-        "p99<= 3": (16.0, False),
-    }
+    assert found == {"knee>= 10": (20.0, True), "knee>= 1.5": (2.0, True), "p99>= 3": (pytest.approx(4.5), True),
+                     "p99<= 3": (16.0, False)}  # fmt: skip
     assert targets(rows, "n") == []
 
 
@@ -113,10 +90,8 @@ def test_the_program_records_servers_and_goes_on_where_it_stopped(
     script.main()
     rows = [checked(row) for row in json.loads(file.read_text())["rows"]]
     kinds = {(row["cell"], row["measured"], row["system"]) for row in rows}
-    for system in (script.STATIC, script.OURS):
-        assert {
-            ("curve", kind, system) for kind in ("start", "equality", "closed loop", "open loop", "sequential")
-        } <= kinds
+    for kind in ("start", "equality", "closed loop", "open loop", "sequential"):
+        assert {("curve", kind, system) for system in (script.STATIC, script.OURS)} <= kinds
     assert ("streaming", "streaming", script.OURS) in kinds and ("restart", "restart", script.OURS) in kinds
     hostile = next(row for row in rows if row["measured"] == "hostile")
     assert hostile["answered"] + hostile["unanswered"] == 200 and hostile["equal"] == 24 and hostile["seconds"] < 20
@@ -126,14 +101,14 @@ def test_the_program_records_servers_and_goes_on_where_it_stopped(
     beside = [row for row in rows if row["cell"] == "neighbours"]
     assert beside and all(row["equal"] == row["of"] for row in beside if row["precision"] == "fp32")
     streamed = next(row for row in rows if row["cell"] == "streaming" and row["measured"] == "open loop")
-    assert 0 < streamed["first_p50_s"] <= streamed["p99_s"] and "static" in table(rows, "mini")
+    assert 0 < streamed["first_p50_s"] <= streamed["p99_s"] and "static" in rates.table(rows, "mini")
     monkeypatch.setattr(script.Measuring, "running", lambda *_, **__: pytest.fail("it is measured already"))
     before = file.read_text()
     script.main()
     assert file.read_text() == before
 
 
-def test_other_answers_are_not_timed() -> None:
+def test_other_answers_and_none_are_failures() -> None:
     script = import_module("bench.record.serving")
 
     class Wrong:
@@ -145,10 +120,8 @@ def test_other_answers_are_not_timed() -> None:
     Wrong.server = Server("int8", [], precision="int8")
     assert script.compared(Wrong(), [{}, {}], [("no", 1), ("yes", 2)])["equal"] == 2
 
-
-def test_a_server_that_answers_nothing_is_a_failure() -> None:
     class Dead:
         url, server = "http://127.0.0.1:9", Server("dead", [])
 
     with pytest.raises(InputError, match="answered nothing"):
-        list(curve(Dead(), [{"text": "a", "max_new_tokens": 4}], limit_s=1.0, seconds=0.1, clients=1))
+        list(rates.curve(Dead(), [{"text": "a", "max_new_tokens": 4}], limit_s=1.0, seconds=0.1, clients=1))

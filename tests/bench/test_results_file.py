@@ -1,7 +1,5 @@
 """Files of results: nothing that was measured is lost, and where it is from can be read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,17 +7,7 @@ from typing import Any
 import pytest
 
 from bench import results as rows
-from bench.results import (
-    KEYS,
-    checked,
-    environment,
-    load_results,
-    provenance,
-    rows_so_far,
-    scores,
-    write_json,
-    write_rows,
-)
+from bench.results import checked, load_results, provenance, rows_so_far, write_json, write_rows
 from t5accel import machine
 from t5accel.errors import InputError
 
@@ -31,17 +19,14 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_gpu", lambda: None)  # looking for one imports torch
 
 
-def test_a_file_says_where_it_is_from(no_gpu: None, tmp_path: Path) -> None:
+def test_a_file_says_where_it_is_from_and_names_a_gpu_in_place_of_the_processor(no_gpu: None, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.json", [{"system": "a"}], command="a command", more=2)
     found = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
     assert {name: found[name] for name in ("command", "more", "rows")} == {
         "command": "a command", "more": 2, "rows": [{"system": "a"}],
     }  # fmt: skip
-    assert {name: found[name] for name in environment()} == environment() and found["date"] == rows.today()
+    assert {name: found[name] for name in rows.environment()} == rows.environment() and found["date"] == rows.today()
     assert found["machine"]["cpu"] in provenance(found) and provenance(found).endswith("a command")
-
-
-def test_a_gpu_is_named_in_place_of_the_processor() -> None:
     machine_facts = {"cpu": "a CPU", "usable_threads": 2, "gpu": {"name": "NVIDIA H200", "memory_bytes": 1}}
     record = {"machine": machine_facts, "versions": {"torch": "1"}, "date": "today", "commit": None, "command": "c"}
     said = provenance({**record, "rows": [{}]})
@@ -83,9 +68,7 @@ def test_what_is_no_file_of_results_is_left_where_it_is(tmp_path: Path, text: st
 
 
 def test_what_is_not_recorded_has_no_rows() -> None:
-    assert (
-        provenance(load_results("nothing.json")) == "Nothing is recorded yet." and load_results("course.json")["rows"]
-    )
+    assert provenance(load_results("nothing.json")) == "Nothing is recorded yet."
 
 
 def test_the_commit_of_a_copy_is_what_it_was_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -93,7 +76,7 @@ def test_the_commit_of_a_copy_is_what_it_was_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("T5ACCEL_COMMIT", raising=False)
     assert rows.commit() is None
     monkeypatch.setenv("T5ACCEL_COMMIT", "d8e56ae")
-    assert rows.commit() == environment()["commit"] == "d8e56ae"
+    assert rows.commit() == rows.environment()["commit"] == "d8e56ae"
 
 
 @pytest.mark.parametrize("row", [{"tehcnique": "a"}, {"ratio": None}, {"ratio": {"median": 2.0}}, {"latency_s": [[1]]},
@@ -111,9 +94,8 @@ def test_every_recorded_row_is_of_the_one_kind(path: Path) -> None:
         for key in ("ratio", "factor"):
             if key in row:
                 if f"{key}_samples" not in row:  # of medians: where one system was timed once
-                    assert path.stem.startswith("gpu-") and row["cell"].startswith(
-                        ("in flight", "flan-t5-xl", "bart-large")
-                    )
+                    assert path.stem.startswith("gpu-")
+                    assert row["cell"].startswith(("in flight", "flan-t5-xl", "bart-large"))
                     continue
                 samples = row[f"{key}_samples"]
                 times = row.get("latency_s", samples)  # a ratio of rates, such as that of streams, has none
@@ -124,8 +106,8 @@ def test_scores_of_all_parts_are_keys_of_rows_and_missing_ones_are_omitted() -> 
     from bench.evaluation import evaluate
 
     report = evaluate(lambda texts: ["unanswerable"] * len(texts), limit=1).to_json()
-    found = scores(report)
-    assert found.keys() <= KEYS and found["limit"] == 1
+    found = rows.scores(report)
+    assert found.keys() <= rows.KEYS and found["limit"] == 1
     assert found["exact_match"] == report["questions"]["all"]["exact_match"]
     assert {"bleu_3-5", "rougeL_unseen", "f1_seen"} <= found.keys()
-    assert "bleu" not in scores({**report, "translation": None}) and scores(None) == {}
+    assert "bleu" not in rows.scores({**report, "translation": None}) and rows.scores(None) == {}

@@ -1,7 +1,5 @@
 """Cost of large jobs, docs/scale.md against the recorded rows, and simulated servers against queueing theory."""
 
-from __future__ import annotations
-
 import random
 import re
 from importlib import import_module
@@ -58,9 +56,6 @@ def test_what_failures_cost_is_what_they_cost_when_drawn() -> None:
     assert found["shard_s"] == 20
     assert found["repeated_shards"] == pytest.approx(begun - 20_000, rel=0.03)
     assert found["machine_hours"] == pytest.approx(hours, rel=0.03)
-
-
-def test_a_machine_that_never_fails_repeats_nothing() -> None:
     found = job_cost(SPEED, MachinePrice("good", 4, 2.0, 1e9), 3600 * 100)
     assert found["machine_hours"] == pytest.approx(0.5) and found["dollars"] == pytest.approx(1.0)
     assert found["repeated_shards"] < 1e-5 and found["read_bytes_per_s"] == 100 / 2 * 4 * 50
@@ -81,9 +76,6 @@ def test_a_knee_is_kept_up_with_and_little_more_is_not() -> None:
         knee(pace, [20], 0.01)
 
 
-# --- simulated servers
-
-
 @pytest.mark.parametrize("load", [0.5, 0.8])
 def test_the_mean_wait_is_that_of_pollaczek_and_khinchine(load: float) -> None:
     """Jobs of one length s that come at random: a mean wait of load * s / (2 * (1 - load))."""
@@ -91,9 +83,19 @@ def test_the_mean_wait_is_that_of_pollaczek_and_khinchine(load: float) -> None:
     assert np.mean(latency) - 0.01 == pytest.approx(load * 0.01 / (2 * (1 - load)), rel=0.06)
 
 
-def test_rows_share_rounds() -> None:
+def test_rows_share_rounds_lost_jobs_begin_anew_and_two_choices_wait_less_than_one() -> None:
     one, many = (simulate(Pace(0.002, rows=rows), 100.0, [20], seconds=20).latency_s for rows in (1, 32))
     assert np.median(one) > 20 * np.median(many)
+    # One long job, and the only replica fails: it takes its whole time once more, and the restart.
+    long = simulate(Pace(0.01), 0.02, [1000], seconds=900, failures=Failures(every_s=20, restart_s=2))
+    assert long.repeated and max(long.latency_s) > 10 + 2
+    one, two = (
+        np.percentile(simulate(PACE, 20 * 60.0, MIXED, replicas=20, seconds=10, looked_at=looked_at).latency_s, 99)
+        for looked_at in (1, 2)
+    )
+    assert two < 0.9 * one
+    first, again, other = (simulate(PACE, 50.0, MIXED, seconds=5, seed=seed).latency_s for seed in (1, 1, 2))
+    assert first == again != other
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
@@ -106,25 +108,6 @@ def test_with_failures_every_job_is_answered_once(replicas: int) -> None:
     assert len(failing.latency_s) == pytest.approx(20 * replicas * 60, rel=0.1)
     slowest = max(failing.latency_s)
     assert slowest > 1 if replicas == 1 else slowest < 5, "the queue of one that is down waits for its restart"
-
-
-def test_a_job_that_was_lost_begins_anew() -> None:
-    """One long job, and the only replica fails: it takes its whole time once more, and the restart."""
-    long = simulate(Pace(0.01), 0.02, [1000], seconds=900, failures=Failures(every_s=20, restart_s=2))
-    assert long.repeated and max(long.latency_s) > 10 + 2
-
-
-def test_two_choices_wait_less_than_one() -> None:
-    one, two = (
-        np.percentile(simulate(PACE, 20 * 60.0, MIXED, replicas=20, seconds=10, looked_at=looked_at).latency_s, 99)
-        for looked_at in (1, 2)
-    )
-    assert two < 0.9 * one
-
-
-def test_the_same_seed_has_the_same_latencies() -> None:
-    first, again, other = (simulate(PACE, 50.0, MIXED, seconds=5, seed=seed).latency_s for seed in (1, 1, 2))
-    assert first == again != other
 
 
 @pytest.mark.parametrize("wrong", [{"rate_per_s": 0}, {"tokens": [0]}, {"replicas": 0}, {"looked_at": 0}])

@@ -1,7 +1,5 @@
 """A family side by side: a row for each member and recipe, equal before it is timed. No speed is asserted here."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -36,16 +34,11 @@ def tiny(saved) -> tuple[Path, Path]:
     return saved(model, "whole"), saved(prune_to(model, kept), "pruned")
 
 
-@pytest.fixture(scope="module")
-def rows(mini, saved) -> tuple[list[str], list[dict[str, Any]]]:
+def test_there_is_a_row_for_each_member_and_one_for_each_recipe_of_it_with_its_own_quality(mini, saved) -> None:
     """The bundled model and what shrinking makes of it, without any training."""
     folder, said = saved(shrink_decoder(mini[0], [1, 2]), "student"), []
-    return said, family_rows({"teacher": "mini", "student": folder}, limit=1, on_model=said.append, **QUICK)
-
-
-def test_there_is_a_row_for_each_member_and_one_for_each_recipe_of_it(rows: Any, mini: tuple[Any, Any]) -> None:
-    said, found = rows
-    assert said == ["teacher", "student"]
+    found = family_rows({"teacher": "mini", "student": folder}, limit=1, on_model=said.append, **QUICK)
+    assert said == ["teacher", "student"] and json.loads(json.dumps([checked(row) for row in found]))
     assert [(row["measured"], row["model"], row.get("precision")) for row in found] == [
         ("size", "teacher", None), ("speed", "teacher", "fp32"), ("speed", "teacher", "int8"),
         ("size", "student", None), ("speed", "student", "fp32"), ("speed", "student", "int8"),
@@ -54,29 +47,17 @@ def test_there_is_a_row_for_each_member_and_one_for_each_recipe_of_it(rows: Any,
     assert [len(row["settings"]["decoder_heads"]) for row in (teacher, student)] == [4, 2]
     assert teacher["settings"]["encoder_ff"] == T5Dims.of(mini[0]).encoder_ff
     assert teacher["weights_per_step"] > student["weights_per_step"]
-    assert [row["recipe_hash"] for row in speeds(found)] == 2 * [RECIPES["fp32"].hash, RECIPES["int8"].hash]
-    assert json.loads(json.dumps([checked(row) for row in found]))
-
-
-def speeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if row["measured"] == "speed"]
-
-
-def test_sizes_and_times_stand_beside_each_other(rows: Any) -> None:
-    teacher, quantized, student, both = speeds(rows[1])
+    speeds = [row for row in found if row["measured"] == "speed"]
+    assert [row["recipe_hash"] for row in speeds] == 2 * [RECIPES["fp32"].hash, RECIPES["int8"].hash]
+    teacher, quantized, student, both = speeds
     assert teacher["size_bytes"] > student["size_bytes"] > quantized["size_bytes"] > both["size_bytes"] > 2e6
     assert teacher["weights_per_step"] == quantized["weights_per_step"] > student["weights_per_step"]
-    for row in (teacher, quantized, student, both):
+    for row in speeds:
         assert (row["batch"], row["source_tokens"], row["new_tokens"]) == (1, 6, 3) and row["threads"] >= 1
-        assert len(row["latency_s"]) == 2 and row["reference"] == "teacher, fp32"
+        assert len(row["latency_s"]) == 2 and row["reference"] == "teacher, fp32" and row["limit"] == 1
         expected = [a / b for a, b in zip(teacher["latency_s"], row["latency_s"], strict=True)]
         assert row["ratio_samples"] == expected and row["ratio"] > 0
-
-
-def test_the_quality_of_each_row_is_its_own(rows: Any) -> None:
-    assert {row["limit"] for row in speeds(rows[1])} == {1}
-    scores = [row["chrf"] for row in speeds(rows[1])]
-    best, worst = min(scores[:2]), max(scores[2:])
+    best, worst = min(row["chrf"] for row in speeds[:2]), max(row["chrf"] for row in speeds[2:])
     assert best > 2 * worst, "the bundled model translates, half of its decoder without training does not"
 
 

@@ -1,7 +1,5 @@
 """The sweep: each group of weights once, that one alone in integers."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -45,10 +43,8 @@ def groups_in_integers(folder: Path) -> set[str]:
     """Read off the names and types of the weights."""
     integers = {name.split()[1] for name, array in weights_in(folder).items() if array.dtype in (np.int8, np.uint8)}
     large = {name.split(".8bits")[0].split(".4bits")[0] for name in integers if "bits" in name}
-    looked_up = {
-        node.op_type for name in (ENCODER, DECODER) for node in onnx.load(folder / name).graph.node
-    } & {"GatherBlockQuantized"}  # fmt: skip
-    return {str(group_of(name)) for name in large} | ({"embedding"} if looked_up else set())
+    kinds = {node.op_type for name in (ENCODER, DECODER) for node in onnx.load(folder / name).graph.node}
+    return {str(group_of(name)) for name in large} | ({"embedding"} if "GatherBlockQuantized" in kinds else set())
 
 
 def test_the_groups_of_a_model(exported) -> None:

@@ -1,13 +1,11 @@
 """Servers to compare ours with: static batches, FastAPI around them, a repository for Triton, and processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
@@ -78,9 +76,6 @@ def test_the_application_around_them() -> None:
     assert found[0].json() == {"answers": [{"texts": [text], "tokens": [tokens]}]}
 
 
-# Triton
-
-
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
@@ -90,19 +85,15 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_repository_has_two_models_and_keeps_other_versions(repository: Path) -> None:
+def test_a_repository_has_two_models_and_keeps_other_versions(repository: Path, tmp_path: Path) -> None:
     batched, flying = ((repository / name / "config.pbtxt").read_text() for name in ("mini", "mini-in-flight"))
     assert "max_queue_delay_microseconds: 5000" in batched and "count: 2" in batched and "sequence" not in batched
     assert "max_candidate_sequences: 8" in flying and "iterative_sequence: true" in flying
-    assert (repository / "mini/1/export/encoder.onnx").is_file() and not (
-        repository / "mini-in-flight/1/export"
-    ).exists()
+    assert (repository / "mini/1/export/encoder.onnx").is_file()
+    assert not (repository / "mini-in-flight/1/export").exists()
     assert batched.count("{") == batched.count("}") and flying.count("{") == flying.count("}")
     write_repository(repository, "mini", precision="int8", version=3, rows=8)
     assert sorted(path.name for path in (repository / "mini").iterdir()) == ["1", "3", "config.pbtxt"]
-
-
-def test_what_triton_would_not_understand_is_refused(tmp_path: Path) -> None:
     assert "--version" in refused("triton", "--out", tmp_path, "--version", 0)
     with pytest.raises(InputError, match="letters, digits"):
         write_repository(tmp_path, "mini", name="a model")
@@ -110,54 +101,35 @@ def test_what_triton_would_not_understand_is_refused(tmp_path: Path) -> None:
         triton_server(tmp_path, tmp_path, "mini")
 
 
-class Tensor:
-    def __init__(self, name: str, values: np.ndarray):
-        self.name, self.values = name, values
-
-    def as_numpy(self) -> np.ndarray:
-        return self.values
+def tensor(name: str, values: np.ndarray) -> Any:
+    made = SimpleNamespace(name=name, values=values)
+    made.as_numpy = lambda: made.values
+    return made
 
 
-class Request:
-    """As Triton's Python backend hands one over; what it is answered with is kept."""
-
-    def __init__(self, number: int = 0, **fields: Any):
-        kinds = {str: object, int: np.int32, bool: bool}
-        self.inputs = {
-            name: Tensor(name, np.array([[value.encode() if isinstance(value, str) else value]], kinds[type(value)]))
-            for name, value in fields.items()
-        }  # fmt: skip
-        self.number, self.cancelled, self.again = number, False, False
-        self.sent: list[tuple[Any, int]] = []
-
-    def correlation_id(self) -> int:
-        return self.number
-
-    def is_cancelled(self) -> bool:
-        return self.cancelled
-
-    def set_release_flags(self, flags: int) -> None:
-        self.again = True
-
-    def get_response_sender(self) -> Request:
-        return self
-
-    def send(self, response: Any, flags: int = 0) -> None:
-        self.sent.append((response, flags))
+def request(number: int = 0, **fields: Any) -> Any:
+    """As Triton's Python backend hands one over; ``sent`` has what it is answered with."""
+    kinds = {str: object, int: np.int32, bool: bool}
+    made = SimpleNamespace(inputs={}, cancelled=False, again=False, sent=[], correlation_id=lambda: number)
+    for name, value in fields.items():
+        values = np.array([[value.encode() if isinstance(value, str) else value]], kinds[type(value)])
+        made.inputs[name] = tensor(name, values)
+    made.is_cancelled, made.get_response_sender = lambda: made.cancelled, lambda: made
+    made.set_release_flags = lambda flags: setattr(made, "again", True)
+    made.send = lambda response, flags=0: made.sent.append((response, flags))
+    return made
 
 
-class Response:
-    def __init__(self, tensors: list[Tensor], error: Any = None):
-        self.error = error
-        self.values = {tensor.name: tensor.values.ravel().tolist() for tensor in tensors}
+def response(tensors: list[Any], error: Any = None) -> Any:
+    return SimpleNamespace(error=error, values={one.name: one.values.ravel().tolist() for one in tensors})
 
 
 @pytest.fixture
 def opened(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model of the repository, as Triton opens it."""
     stand_in = ModuleType("triton_python_backend_utils")
-    stand_in.Tensor, stand_in.InferenceResponse, stand_in.TritonError = Tensor, Response, str
-    stand_in.get_input_tensor_by_name = lambda request, name: request.inputs.get(name)
+    stand_in.Tensor, stand_in.InferenceResponse, stand_in.TritonError = tensor, response, str
+    stand_in.get_input_tensor_by_name = lambda asked, name: asked.inputs.get(name)
     stand_in.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, stand_in.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 2, 1
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
 
@@ -175,10 +147,10 @@ def opened(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_batch_of_triton_s(opened: Any) -> None:
     model = opened("mini")
-    bad = Request(text=TEXT, max_new_tokens=0)
-    several = Request(text=TEXT)
+    bad = request(text=TEXT, max_new_tokens=0)
+    several = request(text=TEXT)
     several.inputs["text"].values = np.array([[TEXT.encode()], [b"translate English to French: Help me."]], object)
-    first, refusal, both = model.execute([Request(text=TEXT, max_new_tokens=2), bad, several])
+    first, refusal, both = model.execute([request(text=TEXT, max_new_tokens=2), bad, several])
     assert first.values["tokens"] == [2] and "max_new_tokens" in refusal.error
     assert both.values["text"][0].decode() == "Je suis fatigué." and len(both.values["text"]) == 2
     model.finalize()
@@ -186,9 +158,9 @@ def test_a_batch_of_triton_s(opened: Any) -> None:
 
 def test_sequences_of_triton_s_join_and_leave(opened: Any) -> None:
     model = opened("mini-in-flight")
-    long, short, bad, gone = (Request(1, text=TEXT, max_new_tokens=30, min_new_tokens=30, stream=True),
-                              Request(2, text=TEXT), Request(3, text=TEXT, max_new_tokens=0),
-                              Request(4, text=TEXT, max_new_tokens=30, min_new_tokens=30))  # fmt: skip
+    long, short, bad, gone = (request(1, text=TEXT, max_new_tokens=30, min_new_tokens=30, stream=True),
+                              request(2, text=TEXT), request(3, text=TEXT, max_new_tokens=0),
+                              request(4, text=TEXT, max_new_tokens=30, min_new_tokens=30))  # fmt: skip
     model.execute([long, gone])
     gone.cancelled = True
     model.execute([long, short, bad, gone])
@@ -202,9 +174,6 @@ def test_sequences_of_triton_s_join_and_leave(opened: Any) -> None:
     while long.sent[-1][1] != 1:
         model.execute([long])
     assert [one.values["tokens"][0] for one, _ in long.sent] == [*range(1, 31)] and not model.tickets
-
-
-# Processes
 
 
 @pytest.mark.parametrize(
@@ -226,7 +195,7 @@ def test_every_environment_of_others_has_its_list_with_exact_versions(kind: str,
         assert kind == "servers" or name == "llama-cpp" or any(line.startswith("torch==2.13.0") for line in lines)
 
 
-def test_servers_are_started_asked_killed_and_started_again(tmp_path: Path) -> None:
+def test_servers_are_started_asked_killed_started_again_and_quoted_where_they_do_not_start(tmp_path: Path) -> None:
     server = other("one-by-one", "mini", name="one by one", threads=1)
     with Running(server, tmp_path / "log") as running:
         assert ask(running.url + server.path, dict(text=TEXT)) == ("Je suis fatigué.", 5)
@@ -236,9 +205,6 @@ def test_servers_are_started_asked_killed_and_started_again(tmp_path: Path) -> N
     with Running(begun, tmp_path / "log", port=free_port()) as running:
         assert ask(running.url + begun.path, dict(text=TEXT, stream=True)) == ("Je suis fatigué.", 5)
     assert running.process.poll() is not None
-
-
-def test_one_that_does_not_start_is_quoted(tmp_path: Path) -> None:
     broken = Server("broken", [sys.executable, "-c", "raise SystemExit('no port {port}')"])
     with pytest.raises(PeerError, match="broken ended with exit status 1 before it was ready: no port [0-9]+"):
         Running(broken, tmp_path / "log")

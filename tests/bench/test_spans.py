@@ -1,7 +1,5 @@
 """Answers as spans: what may be an answer, when a reader abstains, and how its threshold is found."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The two studies' rows: every rung proven before it is timed, scored, and written down part by part."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from importlib import import_module
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from bench.bert.graphs import fed_run
-from bench.bert.ladder import ON_GPU, RUNGS, Readers, build, quality_rows, random_inputs, size_bytes, speed_rows
+from bench.bert.ladder import ON_GPU, RUNGS, Readers, build, quality_rows, random_inputs, speed_rows
 from bench.bert.model import random_bert, resize, widths
 from bench.bert.reader import opened
 from bench.bert.served import Protocol, Served, asked_of, numbered, served_rows, single_words
@@ -48,13 +46,7 @@ def rows(readers: Readers) -> list[Any]:
     return speed_rows(WITHOUT_OPTIMUM, readers, model="tiny", batch=2, tokens=24, rounds=3)
 
 
-def test_every_rung_stands_on_one_before_it() -> None:
-    names = [rung.name for rung in RUNGS]
-    assert len({*names}) == len(names) and RUNGS[0].on is None
-    assert all(rung.on in names[:place] for place, rung in enumerate(RUNGS) if place)
-
-
-def test_every_rung_has_a_row_that_a_file_takes(rows: list[Any]) -> None:
+def test_every_rung_has_a_row_that_a_file_takes(rows: list[Any], readers: Readers) -> None:
     assert [row["rung"] for row in map(checked, rows)] == [rung.name for rung in WITHOUT_OPTIMUM]
     by_name = {row["rung"]: row for row in rows}
     for rung in WITHOUT_OPTIMUM:
@@ -71,14 +63,9 @@ def test_every_rung_has_a_row_that_a_file_takes(rows: list[Any]) -> None:
     assert by_name["int8, whole"]["size_bytes"] < by_name["fused, whole"]["size_bytes"]
     assert by_name["pruned"]["settings"] == {"reader": "pruned", "heads_left": 0.5, "neurons_left": 60 / 128}
     assert by_name["pruned"]["size_bytes"] < by_name["PyTorch"]["size_bytes"]
-
-
-def test_bytes_are_those_of_the_weights(readers: Readers) -> None:
-    numbers = readers.models["whole"].num_parameters()
-    assert size_bytes(RUNGS[0], readers) == 4 * numbers
-    assert size_bytes(next(rung for rung in RUNGS if rung.kind == "bf16"), readers) == 2 * numbers
-    plain = next(rung for rung in RUNGS if rung.name == "ONNX, whole")
-    assert 4 * numbers < size_bytes(plain, readers) < 5 * numbers
+    weights = 4 * readers.models["whole"].num_parameters()
+    sizes = {name: row["size_bytes"] for name, row in by_name.items()}
+    assert sizes["PyTorch"] == 2 * sizes["bf16, whole"] == weights < sizes["ONNX, whole"] < 1.25 * weights
 
 
 @pytest.mark.parametrize("which", ["whole", "pruned"])
@@ -130,9 +117,6 @@ def test_scores_belong_to_the_rung_and_the_gate_judges_them(readers: Readers) ->
     assert whole["limit"] == 12
 
 
-# Behind FastAPI
-
-
 def test_bound_memory_serves_every_length_from_one_session(readers: Readers) -> None:
     tokenizer, graph = numbered(150), readers.graph("pruned", "int8")
     fed = answerer(tokenizer, fed_run(graph, readers.settings()), threshold=0.0)
@@ -154,10 +138,8 @@ def test_servers_answer_as_their_models_before_they_are_timed(readers: Readers, 
     kinds = ["equality", "sequential", "sequential", "open loop"]
     assert [(row["system"], row["measured"]) for row in rows] == [(w, k) for w in ("torch", "graph") for k in kinds]
     assert all(row["equal"] == row["of"] == 6 and row["distinct"] > 1 for row in rows if "equal" in row)
-    assert [(row["source_tokens"], len(row["latency_s"])) for row in rows if "source_tokens" in row] == [
-        (16, 3),
-        (24, 3),
-    ] * 2
+    lengths = [(row["source_tokens"], len(row["latency_s"])) for row in rows if "source_tokens" in row]
+    assert lengths == [(16, 3), (24, 3)] * 2
     loops = [row for row in rows if row["measured"] == "open loop"]
     assert loops[0]["rate_per_s"] == loops[1]["rate_per_s"] and all(row["answered"] > 0 for row in loops)
     with pytest.raises(ParityError, match="wrong: . of 6"):
@@ -193,23 +175,15 @@ def test_the_parts_of_the_recordings_are_named_once(tmp_path: Path) -> None:
         assert len({*names}) == len(names) > len(list(parts(tmp_path, 1, True)))
 
 
-@pytest.fixture(scope="module")
-def gpu_parts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def test_as_on_a_gpu_gpt2_writes_transformers_tokens_and_bert_is_near_in_fp16_and_half_as_large(tmp_path) -> None:
     gpt2 = dict(vocab_size=200, n_embd=32, n_layer=1, n_head=4, n_positions=300)
-    folder = tmp_path_factory.mktemp("on-gpu")
-    return cells(folder, device="cpu", sizes={"gpt2": gpt2, "bert": {**SIZES, "max_position_embeddings": 512}})
-
-
-def test_gpt2_as_on_a_gpu_writes_transformers_tokens_in_every_way(gpu_parts: Any) -> None:
-    rows = [*map(checked, gpu_parts["random:gpt2, 64 tokens"]())]
-    assert [row["system"] for row in rows] == [way for way in WAYS if way != OPTIMUM]
-    assert all(row["equal"] == row["of"] == 64 for row in rows)
-    assert table(rows).count("random:gpt2, 64 tokens") == len(rows)
-
-
-def test_bert_as_on_a_gpu_is_near_in_fp16_and_half_as_large(gpu_parts: Any) -> None:
+    parts = cells(tmp_path, device="cpu", sizes={"gpt2": gpt2, "bert": {**SIZES, "max_position_embeddings": 512}})
+    found = [*map(checked, parts["random:gpt2, 64 tokens"]())]
+    assert [row["system"] for row in found] == [way for way in WAYS if way != OPTIMUM]
+    assert all(row["equal"] == row["of"] == 64 for row in found)
+    assert table(found).count("random:gpt2, 64 tokens") == len(found)
     name = "random:bert-large, pruned, 1 × 512"
-    rows = {row["system"]: checked(row) for row in gpu_parts[name]()}
+    rows = {row["system"]: checked(row) for row in parts[name]()}
     assert rows.keys() == {rung.name for rung in ON_GPU} and not [row for row in rows.values() if "failed" in row]
     half, fused = rows["fp16"], rows["fused"]
     assert half["precision"] == "fp16" and half["size_bytes"] < 0.7 * fused["size_bytes"]

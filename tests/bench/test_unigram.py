@@ -1,8 +1,6 @@
 """The Unigram tokenizer in plain Python gives what the Rust one gives: on the bundled file, on one with the steps of
 published T5s, and on any vocabulary."""
 
-from __future__ import annotations
-
 import base64
 import json
 import unicodedata
@@ -19,7 +17,7 @@ from refused import refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from bench.baselines import unigram
-from bench.baselines.unigram import SPACES, UnigramTokenizer, viterbi
+from bench.baselines.unigram import SPACES, UnigramTokenizer
 from bench.evaluation import NAMES, references, rows, source_text
 from t5accel.errors import InputError
 from t5accel.models.load import data_folder
@@ -43,9 +41,8 @@ def is_supported(char: str) -> bool:
 
 
 MARKS = st.characters(categories=["Mn", "Me", "Lm", "No", "Sk", "Zs", "Cc", "Cf"], max_codepoint=0x36F)
-TEXTS = st.text(st.characters().filter(is_supported)) | st.text(
-    MARKS | st.sampled_from("aé1. ") | st.characters(max_codepoint=0x233)
-)
+SOME = MARKS | st.sampled_from("aé1. ") | st.characters(max_codepoint=0x233)
+TEXTS = st.text(st.characters().filter(is_supported)) | st.text(SOME)
 
 
 def same(pair: Pair, text: str) -> None:
@@ -87,9 +84,8 @@ def bundled() -> Pair:
 @pytest.fixture(scope="module")
 def characters() -> bytes:
     """SentencePiece's table of characters, nmt_nfkc, as published T5s have it."""
-    sentencepiece, proto = (
-        pytest.importorskip(name) for name in ("sentencepiece", "sentencepiece.sentencepiece_model_pb2")
-    )
+    sentencepiece = pytest.importorskip("sentencepiece")
+    proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
     model = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc").serialized_model_proto()
     return proto.ModelProto.FromString(model).normalizer_spec.precompiled_charsmap
 
@@ -123,10 +119,7 @@ def pair(request: pytest.FixtureRequest, folder: Path, bundled: Pair, characters
     return both(tokenizer.to_str(), folder)
 
 
-# ------------------------------------------------------------------------------------------------------ equal ids
-
-
-def test_evaluation_sets(pair: Pair, texts: list[str]) -> None:
+def test_evaluation_sets_and_awkward_texts(pair: Pair, texts: list[str]) -> None:
     rust, ours = pair
     assert len(texts) > 1400
     for text in texts[::15]:
@@ -135,16 +128,13 @@ def test_evaluation_sets(pair: Pair, texts: list[str]) -> None:
     expected = [encoding.ids for encoding in rust.encode_batch(some)]
     assert ours.encode_batch(some) == expected == ours.encode_batch(iter(some))
     assert ours.encode_batch([]) == []
+    for text in AWKWARD:
+        for around in (text, f"{text}a", f"a{text}", f"a {text} 1{text}"):
+            same(pair, around)
 
 
 def test_the_model_sees_the_same_ids(mini, bundled: Pair, texts: list[str]) -> None:
     assert bundled[1].encode_batch(texts[::20]) == mini[1](texts[::20])["input_ids"]
-
-
-def test_awkward_texts(pair: Pair) -> None:
-    for text in AWKWARD:
-        for around in (text, f"{text}a", f"a{text}", f"a {text} 1{text}"):
-            same(pair, around)
 
 
 @settings(deadline=None, max_examples=60)
@@ -193,6 +183,7 @@ def test_every_old_character(characters: bytes) -> None:
 
 
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+OLDER = {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True}
 
 
 def specification(vocab: list[Any], **parts: Any) -> dict[str, Any]:
@@ -204,15 +195,13 @@ def specification(vocab: list[Any], **parts: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SCORES = st.sampled_from([-1, -2, -3, -0.1, -0.2, -0.3, 0, 2.5]) | st.integers(-(10**5), 500).map(
-    lambda n: n / 1000
-)  # ties
+TIES = st.sampled_from([-1, -2, -3, -0.1, -0.2, -0.3, 0, 2.5])
+SCORES = TIES | st.integers(-(10**5), 500).map(lambda n: n / 1000)
+PIECES = st.lists(st.tuples(st.text("ab▁ c", min_size=1, max_size=4), SCORES), min_size=1, max_size=12)
 
 
 @settings(deadline=None, max_examples=100)
-@given(
-    data=st.data(), vocab=st.lists(st.tuples(st.text("ab▁ c", min_size=1, max_size=4), SCORES), min_size=1, max_size=12)
-)
+@given(data=st.data(), vocab=PIECES)
 def test_any_vocabulary_and_scores(folder: Path, data: st.DataObject, vocab: list[tuple[str, float]]) -> None:
     """Ties, twins, unknown characters, and an unknown piece in the text."""
     content = specification(vocab, pre_tokenizer=data.draw(st.sampled_from([None, METASPACE])))
@@ -222,61 +211,22 @@ def test_any_vocabulary_and_scores(folder: Path, data: st.DataObject, vocab: lis
         same(pair, text)
 
 
-def test_older_files_spell_metaspace_otherwise(folder: Path) -> None:
-    old = {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True}
-    same(both(specification([["<unk>", 0.0], ["▁a", -1.0]], pre_tokenizer=old, decoder=old), folder), "a  b a")
-
-
-# --------------------------------------------------------------------------------------------------- the check can fail
-
-
-def greedy(word: str, scores: dict[str, float], unknown_score: float, longest: int) -> list[str]:
-    """The longest piece first: simple, and not Unigram."""
-    pieces = []
-    while word:
-        ends = [end for end in range(min(longest, len(word)), 1, -1) if word[:end] in scores]
-        pieces.append(word[: ends[0] if ends else 1])
-        word = word[len(pieces[-1]) :]
-    return pieces
-
-
-def from_the_right(word: str, scores: dict[str, float], unknown_score: float, longest: int) -> list[str]:
-    """As good a cut, and another one at a tie."""
-    mirrored = {piece[::-1]: score for piece, score in scores.items()}
-    return [piece[::-1] for piece in reversed(viterbi(word[::-1], mirrored, unknown_score, longest))]
-
-
-def test_greedy_is_found_out(bundled: Pair, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unigram, "viterbi", greedy)
-    with pytest.raises(AssertionError):
-        for text in texts:
-            same(bundled, text)
-
-
-def test_another_order_at_ties_is_found_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = both(specification([["<unk>", 0.0], ["a", -1.0], ["aa", -1.0]]), folder)
-    same(pair, "aaa")
-    assert pair[1].tokenize("aaa") == ["a", "aa"]
-    monkeypatch.setattr(unigram, "viterbi", from_the_right)
-    assert pair[1].tokenize("aaa") == ["aa", "a"]
-    with pytest.raises(AssertionError):
-        same(pair, "aaa")
-
-
-def test_unknown_neighbours_are_one_piece(folder: Path) -> None:
-    pair = both(specification([["<unk>", 0.0], ["a", -1.0], ["xy", 30.0]], pre_tokenizer=METASPACE), folder)
-    same(pair, "日本a語")
-    assert pair[1].tokenize("日本a語") == ["▁日本", "a", "語"] and pair[1].encode("日本a語") == [0, 1, 0]
-
-
-@pytest.mark.parametrize(("score", "pieces"), [(9.5, ["xa"]), (10.5, ["x", "a"])])
-def test_an_unknown_character_costs_ten_more_than_the_worst_piece(folder, score: float, pieces: list[str]) -> None:
-    pair = both(specification([["<unk>", 0.0], ["xa", -20.0], ["a", score]]), folder)
-    same(pair, "xa")
-    assert pair[1].tokenize("xa") == pieces
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
+@pytest.mark.parametrize(
+    ("vocab", "parts", "text", "pieces"),
+    [
+        ([["a", -1.0], ["aa", -1.0]], {}, "aaa", ["a", "aa"]),  # of equal cuts that with the longer last piece
+        # Unknown neighbours are one piece.
+        ([["a", -1.0], ["xy", 30.0]], {"pre_tokenizer": METASPACE}, "日本a語", ["▁日本", "a", "語"]),
+        # An unknown character costs ten more than the worst piece.
+        ([["xa", -20.0], ["a", 9.5]], {}, "xa", ["xa"]),
+        ([["xa", -20.0], ["a", 10.5]], {}, "xa", ["x", "a"]),
+        ([["▁a", -1.0]], {"pre_tokenizer": OLDER, "decoder": OLDER}, "a  b a", ["▁a", "▁", "▁b", "▁a"]),
+    ],
+)
+def test_small_vocabularies(folder: Path, vocab: list[Any], parts: dict[str, Any], text: str, pieces: Any) -> None:
+    pair = both(specification([["<unk>", 0.0], *vocab], **parts), folder)
+    same(pair, text)
+    assert pair[1].tokenize(text) == pieces
 
 
 def test_what_is_refused(bundled: Pair, tmp_path: Path) -> None:
@@ -287,6 +237,9 @@ def test_what_is_refused(bundled: Pair, tmp_path: Path) -> None:
     refused(ours.decode, "ids", 5, None, [0.5], ["a"], "ab", [[1, 2]], np.array([1.0]), [3, -100])
     places = (tmp_path, tmp_path / "tokenizer.json", str(tmp_path / "nowhere"))
     refused(UnigramTokenizer.from_file, "path", *places, match="does not exist")
+    for content in (b"", b"\xff{}", b"[]", b'{"model": null}'):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        refused(UnigramTokenizer.from_file, "path", tmp_path, match=r"tokenizer\.json")
 
 
 TOKEN = {"id": 2, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
@@ -319,7 +272,3 @@ def test_what_is_not_supported_is_refused(tmp_path: Path, parts: dict[str, Any],
     with pytest.raises(InputError, match=message) as error:
         UnigramTokenizer.from_file(tmp_path)
     assert str(tmp_path) in str(error.value) and len(str(error.value)) < 600
-    for content in (b"", b"\xff{}", b"[]", b'{"model": null}'):
-        (tmp_path / "tokenizer.json").write_bytes(content)
-        with pytest.raises(InputError, match=r"tokenizer\.json"):
-            UnigramTokenizer.from_file(tmp_path)

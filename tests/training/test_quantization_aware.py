@@ -27,10 +27,8 @@ def batches():
 def test_blocks_are_rounded_as_the_export_rounds_them(bits: int, inputs: int):
     weight = np.random.default_rng(0).normal(size=(7, inputs)).astype(np.float32)
     weight[2] = 0
-    scheme = Scheme(bits=bits, block_size=32)
-    found = Rounded(torch.from_numpy(weight), scheme)(torch.from_numpy(weight)).numpy()
-    expected = quantize_blocks(weight, bits, 32).floats()[:, :inputs]
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    found = Rounded(torch.from_numpy(weight), Scheme(bits=bits, block_size=32))(torch.from_numpy(weight)).numpy()
+    np.testing.assert_allclose(found, quantize_blocks(weight, bits, 32).floats()[:, :inputs], atol=1e-6)
     assert np.abs(found - weight).max() > 1e-3
 
 
@@ -57,6 +55,8 @@ def test_only_the_groups_of_the_recipe_are_rounded_and_afterwards_none_is(tiny_t
     assert rounded == {"q", "wi"}  # the keys of the source are computed in the encoder's graph
     after = model.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    with pytest.raises(InputError, match="recipe"), rounded_weights(model, RECIPES["fp16"]):
+        pass  # it has nothing to round
 
 
 @pytest.mark.parametrize("recipe", ["int4", None])
@@ -88,8 +88,3 @@ def test_a_model_that_was_not_saved_whole_is_not_finished(tiny_t5, tmp_path, mon
     for _ in range(2):
         module.train(None, tmp_path / "model", args)
     assert len(calls) == 2 and (tmp_path / "model" / "model.safetensors").is_file()
-
-
-def test_a_recipe_without_integers_has_nothing_to_round(tiny_t5):
-    with pytest.raises(InputError, match="recipe"), rounded_weights(tiny_t5(), RECIPES["fp16"]):
-        pass

@@ -1,7 +1,5 @@
 """How the bundled reader is trained: its labels, its loss, its first aims, an interrupted run, and what it is."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
@@ -22,18 +20,7 @@ from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE
 from t5accel.models.prefixes import CONTEXT, QUESTION
 from training.curriculum import evaluation_sources, mini_examples
-from training.reader import (
-    Labels,
-    ReaderConfig,
-    draw_questions,
-    encoder_of,
-    new_reader,
-    prune_reader,
-    span_loss,
-    tensors,
-    train_reader,
-    train_wordpiece,
-)
+from training.reader import Labels, ReaderConfig, draw_questions, encoder_of, new_reader, train_reader, train_wordpiece
 
 TINY = ReaderConfig(steps=4, hidden_size=32, intermediate_size=64, num_layers=2, vocab_size=300, warmup_steps=1)
 
@@ -50,7 +37,7 @@ def mixture() -> Mixture:
     return Mixture(mini_examples(), (Phase(0, (Part("questions", 900),)),), evaluation_sources(), steps_per_block=2)
 
 
-def test_every_answer_of_every_generator_is_found_where_it_stands(tokenizer: Any) -> None:
+def test_every_answer_of_every_generator_is_found_where_it_stands_and_nowhere_else(tokenizer: Any) -> None:
     rng = random.Random(0)
     words = tuple((text, "") for text, _ in draw_questions(200, "words"))
     examples, labels = mini_examples(words), Labels(tokenizer)
@@ -63,9 +50,6 @@ def test_every_answer_of_every_generator_is_found_where_it_stands(tokenizer: Any
             for first, last in places if target != UNANSWERABLE else ():
                 assert tokenizer.decode(ids[first : last + 1]) == tokenizer.decode(answer)
                 assert first > ids.index(tokenizer.sep_token_id)
-
-
-def test_a_word_is_no_place_of_its_beginning(tokenizer: Any) -> None:
     labels = Labels(tokenizer)
     encode = encoder_of(tokenizer)
     (ids,), (answer,) = encode(["question: Who? context: Ann and Annika came."]), encode(["Ann"])
@@ -78,17 +62,17 @@ def test_the_loss_is_that_of_all_places_together_and_padding_changes_nothing(tok
     labels, encode = Labels(tokenizer), encoder_of(tokenizer)
     texts = ["question: Who? context: Ann came. Then Ann left.", "question: Where? context: Ann came to Norbury."]
     batch = encode(texts), encode(["Ann", UNANSWERABLE])
-    inputs, starts, ends = tensors(batch, labels)
+    inputs, starts, ends = module.tensors(batch, labels)
     assert starts.sum(1).tolist() == ends.sum(1).tolist() == [2, 1] and bool(starts[1, 0])
     assert inputs["token_type_ids"][0].tolist() == tokenizer("Who?", "Ann came. Then Ann left.")["token_type_ids"]
     model = new_reader(TINY).eval()
-    together, rows = span_loss(model, batch, labels)
-    alone = [span_loss(model, ([batch[0][i]], [batch[1][i]]), labels)[0] for i in range(2)]
+    together, rows = module.span_loss(model, batch, labels)
+    alone = [module.span_loss(model, ([batch[0][i]], [batch[1][i]]), labels)[0] for i in range(2)]
     assert rows == 2 and together.item() == pytest.approx(sum(alone).item(), rel=0.02)  # it is computed in bf16
     start = torch_run(model)({name: tensor.numpy() for name, tensor in inputs.items()})[0][0]
     length = int(inputs["attention_mask"][0].sum())
     share = np.exp(start[:length])[starts[0, :length].numpy()].sum() / np.exp(start[:length]).sum()
-    both = span_loss(model, ([batch[0][0]], [batch[1][0]]), labels)[0].item() * 2
+    both = module.span_loss(model, ([batch[0][0]], [batch[1][0]]), labels)[0].item() * 2
     assert both + np.log(share) > 0 and 0 < -np.log(share) < both
 
 
@@ -131,9 +115,8 @@ def test_a_run_is_its_seed_s_and_what_it_writes_loads(tmp_path: Path, mixture, t
 
 
 def test_what_a_tokenizer_was_asked_last_is_not_saved(tmp_path: Path, tokenizer: Any, monkeypatch) -> None:
-    monkeypatch.setattr(
-        module, "choose_threshold", lambda model, asked: read(asked, ["Who?"], ["Ann."], padded_to=9) and 0.5
-    )
+    ask = lambda model, asked: read(asked, ["Who?"], ["Ann."], padded_to=9) and 0.5  # noqa: E731
+    monkeypatch.setattr(module, "choose_threshold", ask)
     module.save_reader(new_reader(TINY), tokenizer, tmp_path)
     saved = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
     assert saved["truncation"] is saved["padding"] is None
@@ -146,10 +129,10 @@ def test_pruning_while_training_leaves_a_smaller_reader(tmp_path: Path, mixture:
     folder = train_reader(tmp_path / "whole", TINY, mixture=mixture)
     model, tokenizer = load_bert(folder)
     config = replace(TINY, steps=6, pruning=Pruning(heads=0.5, neurons=0.5))
-    small = load_bert(prune_reader(model, tokenizer, tmp_path / "pruned", config, mixture=mixture))[0]
+    small = load_bert(module.prune_reader(model, tokenizer, tmp_path / "pruned", config, mixture=mixture))[0]
     heads = widths(small)["heads"]
     assert sum(heads) == 4 + (max(heads) == 4)  # the other layer keeps one, though all of its heads were to go
     assert sum(widths(small)["neurons"]) == 64
     assert widths(model)["neurons"] == [64, 64] and log(tmp_path / "pruned")[-1]["step"] == 6
     with pytest.raises(InputError, match="pruning"):
-        prune_reader(model, tokenizer, tmp_path / "not", TINY, mixture=mixture)
+        module.prune_reader(model, tokenizer, tmp_path / "not", TINY, mixture=mixture)

@@ -1,14 +1,18 @@
-"""The commands of `python -m training`: what they refuse, pass on, and write."""
+"""The commands of `python -m training`: what they refuse, pass on, and write; and the record of a training."""
 
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import test_cli
 import torch
 
 import training.train as training
+from bench.figures import plot_losses
+from bench.results import checked, load_results
 from training.__main__ import app
 from training.train import HeldOutQuality
 
@@ -17,31 +21,22 @@ pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 call, refused = partial(test_cli.call, app=app), partial(test_cli.refused, app=app)
 
 
-def test_missing_pairs_are_named(tmp_path):
-    missing = ("--pairs", tmp_path / "pairs.tsv")
-    line = refused("train", *missing, "--out", tmp_path / "out", "--threads", 1)
+def test_what_cannot_be_trained_is_refused_and_nothing_is_written(tmp_path):
+    missing, pairs, out = ("--pairs", tmp_path / "missing.tsv"), tmp_path / "pairs.tsv", tmp_path / "out"
+    line = refused("train", *missing, "--out", out, "--threads", 1)
     assert "No translation pairs at" in line and "Give a UTF-8 file" in line
     assert "tatoeba.org" in refused("held-out", *missing)
-    assert call("train").exit_code == call("train", *missing, "--out", "b", "--threads", 0).exit_code == 2
-
-
-def test_train_refuses_a_malformed_file_and_too_few_pairs(tmp_path):
-    pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
+    train = "train", "--pairs", pairs, "--out", out
     pairs.write_text("We sing.\tNous chantons.\nWe sing without a tab.\n")
-    assert "pairs.tsv, line 2: no 'English<TAB>French' pair" in refused("train", "--pairs", pairs, "--out", out)
+    assert "pairs.tsv, line 2: no 'English<TAB>French' pair" in refused(*train)
     pairs.write_text("We sing.\tNous chantons.\n")
-    assert "Cannot hold out 1000 of 1" in refused("train", "--pairs", pairs, "--out", out)
-    assert not out.exists()
-
-
-def test_train_refuses_bad_numbers_and_devices(tmp_path):
-    pairs, out = tmp_path / "pairs.tsv", tmp_path / "out"
+    assert "Cannot hold out 1000 of 1" in refused(*train)
     pairs.write_text("".join(f"Word {i}.\tMot {i}.\n" for i in range(1002)))
-    assert "steps" in refused("train", "--pairs", pairs, "--out", out, "--steps", 0)
-    assert call("train", "--pairs", pairs, "--out", out, "--device", "abacus").exit_code == 2
+    assert "steps" in refused(*train, "--steps", 0)
     if not torch.cuda.is_available():
-        assert "'cuda'" in refused("train", "--pairs", pairs, "--out", out, "--device", "cuda")
-    assert call("train", "--pairs", pairs, "--out", out, "--threads", 0).exit_code == 2
+        assert "'cuda'" in refused(*train, "--device", "cuda")
+    for usage in (["train"], [*train, "--threads", 0], [*train, "--device", "abacus"]):
+        assert call(*usage).exit_code == 2
     assert not out.exists()
 
 
@@ -84,3 +79,40 @@ def test_held_out_scores_are_printed_and_written(tmp_path, monkeypatch):
     document = json.loads(file.read_text(encoding="utf-8"))
     assert (document["model"], document["held_out"]["bleu"]) == ("mini", 12.34)
     assert document["held_out_long"] == {"sentences": 77, "references": 88, "bleu": 9.87, "chrf": 23.4}
+
+
+def written(path: Path, *rows: tuple[int, float]) -> Path:
+    lines = [{"step": step, "translation": loss, "summaries": 1.0, "questions": loss} for step, loss in rows]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_steps_of_the_second_stage_go_on_from_the_first(tmp_path: Path) -> None:
+    logs = [written(tmp_path / "1.jsonl", (10, 3.0), (20, 2.0)), written(tmp_path / "2.jsonl", (10, 4.0), (30, 1.0))]
+    rows = training.join_logs(logs)
+    assert [(row["step"], row["stage"], row["translation"]) for row in rows] == [
+        (10, 1, 3.0), (20, 1, 2.0), (30, 2, 4.0), (50, 2, 1.0),
+    ]  # fmt: skip
+    axes = plot_losses(rows).axes[0]
+    assert [line.get_xdata()[0] for line in axes.lines[3:]] == [20], "a line where the second stage begins"
+    *ends, stage = axes.texts
+    assert stage.get_text() == "stage 2" and [text.get_text() for text in ends] == ["1.00"] * 3
+    heights = [text.xy[1] for text in ends]
+    assert min(b - a for a, b in pairwise(heights)) > 0.1, "equal losses, and each can be read"
+
+
+def test_quality_is_recorded_as_rows() -> None:
+    held_out = {"sentences": 5, "references": 9, "bleu": 20.0, "chrf": 40.0}
+    report = {"model": "mini", "questions": {"all": {"exact_match": 49.5, "f1": 50.0}, "seen": None}, "limit": None}
+    rows = training.quality_rows(
+        {**report, "held_out": held_out, "held_out_long": {**held_out, "sentences": 3, "bleu": 10.0}}
+    )
+    assert [checked(row)["measured"] for row in rows] == ["quality"] * 3
+    assert rows[0]["exact_match"] == 49.5
+    assert [(row["task"], row["texts"], row["bleu"]) for row in rows[1:]] == [
+        ("held-out translation", 5, 20.0), ("held-out long translation", 3, 10.0),
+    ]  # fmt: skip
+    assert training.quality_rows({**report, "held_out": held_out}) == rows[:2]
+    assert training.quality_rows({**report, "held_out": None, "held_out_long": None}) == rows[:1]
+    kept = [row.get("task") for row in load_results("training-mini.json")["rows"] if row["measured"] == "quality"]
+    assert kept == [row.get("task") for row in rows][: len(kept)]  # a file of short pairs has no long ones

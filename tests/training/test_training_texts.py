@@ -3,8 +3,6 @@
 Reports and stories are frozen by the evaluation sets, split cleanly, and answerable from their text.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -28,19 +26,9 @@ from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE
 from t5accel.models.load import load_model
 from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
-from training import curriculum, exercises, vocabulary
-from training.curriculum import (
-    CONTEXT,
-    FOURTH_CURRICULUM,
-    HIDE_WHAT_IS_ASKED,
-    STUDENTS_MIXTURE,
-    THIRD_CURRICULUM,
-    draw_sources,
-    evaluation_sources,
-    mini_examples,
-    mini_mixture,
-    student_mixture,
-)
+from training import curriculum as curricula
+from training import exercises, vocabulary
+from training.curriculum import FOURTH_CURRICULUM, STUDENTS_MIXTURE, THIRD_CURRICULUM, draw_sources, mini_examples
 from training.exercises import matching_example, recall_example, repetition_example
 from training.pairs import balance_pairs, join_pairs, read_pairs, split_pairs, tidy
 from training.texts import report_templates, story_templates
@@ -89,9 +77,6 @@ def numbers(text: str) -> set[str]:
     return set(re.findall(r"\d+(?::\d+)?", text))  # 42, and 7:35 as one
 
 
-# --- the bundled sets
-
-
 @pytest.mark.parametrize("held_out", HALVES)
 def test_the_evaluation_sets_are_generated(held_out: bool) -> None:
     half, begin = ("unseen", 100) if held_out else ("seen", 0)
@@ -110,43 +95,32 @@ def test_the_evaluation_sets_are_generated(held_out: bool) -> None:
 # --- the halves
 
 
-def test_reports_of_the_halves_share_no_family_and_no_filler() -> None:
-    seen, unseen = report_templates.SEEN, report_templates.HELD_OUT
-    assert not {f.name for f in seen} & {f.name for f in unseen}
-    assert not {f.summary for f in seen} & {f.summary for f in unseen}
-    fillers = report_templates.FILLERS_SEEN, report_templates.FILLERS_HELD_OUT
-    assert not set(fillers[0].split("|")) & set(fillers[1].split("|"))
-    # and all of them are drawn, from their own half only
-    assert {r.template for r in some_reports(False)} == {f.name for f in seen}
-    assert {r.template for r in some_reports(True)} == {f.name for f in unseen}
-
-
-def test_stories_of_the_halves_share_no_family_and_no_question() -> None:
-    seen, unseen = (story_templates.HALVES[held_out].families for held_out in (False, True))
-    assert not {f.name for f in seen} & {f.name for f in unseen}
-    assert not {s for f in seen for s in f.sentences} & {s for f in unseen for s in f.sentences}
-    assert {q.template.split("/")[0] for q in some_questions(False)} == {f.name for f in seen}
-    assert {q.template.split("/")[0] for q in some_questions(True)} == {f.name for f in unseen}
-
-
-def test_the_halves_share_no_name() -> None:
-    seen, unseen = names(False), names(True)
-    assert not set(seen.first) & set(unseen.first)
-    assert not combined(*seen.surname) & combined(*unseen.surname)
-    assert not combined(*seen.town) & combined(*unseen.town)
-    seen, unseen = story_templates.HALVES[False], story_templates.HALVES[True]
-    assert not set(seen.names) & set(unseen.names)
-    for kind in ("town", "surname"):
-        assert not combined(*seen.parts[kind]) & combined(*unseen.parts[kind])
+def test_the_halves_share_no_family_filler_sentence_or_name() -> None:
+    reports = report_templates.SEEN, report_templates.HELD_OUT
+    stories = [story_templates.HALVES[held_out] for held_out in HALVES]
+    drawn = [names(held_out) for held_out in HALVES]
+    for seen, unseen in (
+        [{family.name for family in half} for half in reports],
+        [{family.summary for family in half} for half in reports],
+        [fillers.split("|") for fillers in (report_templates.FILLERS_SEEN, report_templates.FILLERS_HELD_OUT)],
+        [{family.name for family in half.families} for half in stories],
+        [{sentence for family in half.families for sentence in family.sentences} for half in stories],
+        [half.names for half in stories],
+        [half.first for half in drawn],
+        *([combined(*half.parts[kind]) for half in stories] for kind in ("town", "surname")),
+        *([combined(*getattr(half, kind)) for half in drawn] for kind in ("town", "surname")),
+    ):
+        assert seen and unseen and not {*seen} & {*unseen}
+    for held_out in HALVES:  # and all of them are drawn, from their own half only
+        assert {report.template for report in some_reports(held_out)} == {family.name for family in reports[held_out]}
+        found = {question.template.split("/")[0] for question in some_questions(held_out)}
+        assert found == {family.name for family in stories[held_out].families}
 
 
 def test_the_halves_share_no_number() -> None:
     for made, text in ((some_reports, "source"), (some_questions, "context")):
         seen, unseen = ({n for one in made(held_out) for n in numbers(getattr(one, text))} for held_out in HALVES)
         assert min(len(seen), len(unseen)) > 80 and not seen & unseen
-
-
-# --- the texts
 
 
 def test_names_and_numbers_of_a_summary_stand_in_its_source() -> None:
@@ -295,9 +269,6 @@ def pairs_file(tmp_path):
     return path
 
 
-# --- forty sentences, judged by reading
-
-
 def test_what_was_judged_is_what_the_bundled_model_writes_and_what_its_card_shows() -> None:
     rows = [json.loads(line) for line in FORTY.read_text(encoding="utf-8").splitlines()]
     model, tokenizer = load_model("mini")
@@ -323,9 +294,6 @@ def test_pairs_are_read_tidied_and_further_columns_dropped(tmp_path, pairs_file)
     assert read_pairs(path) == [("Wait here!", "Attends ici !"), ("Two lines.", "Deux lignes.")]
     path.write_bytes(b"")
     assert read_pairs(path) == []
-
-
-def test_a_line_that_is_no_pair_is_named_by_its_number(tmp_path):
     path = tmp_path / "pairs.tsv"
     for line in ("no tab", "", "\tSeul.", "Alone.\t", "Alone.\t  "):
         path.write_text(f"Wait!\tAttends !\n{line}\nGo!\tVa !\n")
@@ -378,9 +346,6 @@ def test_pairs_are_joined_in_step_and_as_often_as_asked():
     assert set(counts) == {1, 2, 3, 4} and 150 < counts.count(1) < 250
     assert all(join_pairs(PAIRS, rng, share=0.0) in PAIRS for _ in range(50))
     assert join_pairs(PAIRS, random.Random(5)) == join_pairs(PAIRS, random.Random(5))
-
-
-def test_long_sentences_and_rare_words_are_drawn_more_often():
     for words, times in ((1, 2), (6, 3), (8, 4), (10, 5), (30, 5)):
         pair = (" ".join("a" * words), "b")
         assert balance_pairs([pair] * 200) == (pair,) * times * 200
@@ -388,9 +353,6 @@ def test_long_sentences_and_rare_words_are_drawn_more_often():
     for count, times in ((1, 6), (16, 6), (38, 4), (400, 2)):
         drawn = balance_pairs([usual] * 400 + [rare] * count)
         assert (drawn.count(usual), drawn.count(rare)) == (800, times * count)
-
-
-# --- vocabulary -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -410,16 +372,12 @@ def test_text_survives_the_round_trip_accents_and_unseen_names_included(tokenize
     assert 2 not in ids and tokenizer.decode(ids, skip_special_tokens=True) == tidy(text)
 
 
-COMMON = ["▁French", "▁translate", "▁baker", "▁répare"]
-
-
 def test_common_words_are_one_piece_thanks_to_their_twins(tokenizer, monkeypatch):
-    assert [word for word in COMMON if word not in tokenizer.get_vocab()] == []
-    assert tokenizer.tokenize("French") == ["▁French"]
-    assert [piece for piece in tokenizer.get_vocab() if vocabulary.TWIN in piece and piece != vocabulary.TWIN] == []
+    common = {"▁French", "▁translate", "▁baker", "▁répare"}
+    assert common <= tokenizer.get_vocab().keys() and tokenizer.tokenize("French") == ["▁French"]
+    assert not [piece for piece in tokenizer.get_vocab() if vocabulary.TWIN in piece and piece != vocabulary.TWIN]
     monkeypatch.setattr(vocabulary, "TWIN", "")  # the check can fail: without a mark the twin is the word itself
-    without = train_tokenizer(CORPUS, vocab_size=230).get_vocab()
-    assert [word for word in COMMON if word not in without] != []
+    assert not common <= train_tokenizer(CORPUS, vocab_size=230).get_vocab().keys()
 
 
 # --- practice, and how it is mixed ------------------------------------------------------------------------------------
@@ -439,9 +397,8 @@ def test_a_match_can_be_read_off_its_facts(seed):
     asked, facts = source.removeprefix("match: ").split(" in: ")
     assert len(asked.split()) == len(target.split()) <= facts.count(".")
     for owner, thing in zip(asked.split(), target.split(), strict=True):
-        assert any(
-            fact.index(owner) < fact.rindex(thing) for fact in facts.split(".") if owner in fact and thing in fact
-        )
+        holding = [fact for fact in facts.split(".") if owner in fact and thing in fact]
+        assert any(fact.index(owner) < fact.rindex(thing) for fact in holding)
 
 
 MANY_WORDS = tuple("".join(letters) for letters in product("bdfgklmnprst", "aeiou", "bdfgklmnprst"))
@@ -474,41 +431,32 @@ def test_what_is_recalled_stands_so_far_from_what_is_asked_or_in_no_clause(dista
 
 
 # Weights count beside each other alone; those of the fourth stage stand as they were trained.
-@pytest.mark.parametrize(("curriculum", "within"), [(THIRD_CURRICULUM, 1e-6), (FOURTH_CURRICULUM, 0.05)])
+@pytest.mark.parametrize(
+    ("curriculum", "within"), [(THIRD_CURRICULUM, 1e-6), (FOURTH_CURRICULUM, 0.05), (STUDENTS_MIXTURE, 1e-6)]
+)
 def test_the_later_curricula_have_examples_of_every_part_and_end_with_every_task(curriculum, within):
-    examples = mini_examples(PAIRS)
-    assert {part.task for phase in curriculum for part in phase.parts} <= examples.keys()
-    assert curriculum[0].parts[0].task == "translation" and mini_mixture(PAIRS, curriculum).curriculum
+    assert {part.task for phase in curriculum for part in phase.parts} <= mini_examples(PAIRS).keys()
     last = {part.task: part.weight for part in curriculum[-1].parts}
-    assert {phase.dropout for phase in curriculum} == {0.0}
     assert sum(last.values()) == pytest.approx(1.0, abs=within)
     assert last.keys() >= {"translation", "summaries", "composed reports", "questions", "composed questions"}
 
 
-def test_the_frozen_sets_are_forbidden_with_their_prefixes():
-    forbidden = evaluation_sources()
-    assert len(forbidden) == 700
-    assert {source.split(":")[0] for source in forbidden} == {"translate English to French", "summarize", "question"}
-
-
 def test_the_word_after_what_is_asked_is_one_token_in_every_exercise():
     _, tokenizer = load_model("mini")
-    marker = tokenizer.convert_tokens_to_ids(CONTEXT)
+    marker = tokenizer.convert_tokens_to_ids(curricula.CONTEXT)
     assert marker != tokenizer.unk_token_id
     examples = mini_examples(tuple((f"{a} {b}", c) for a, b, c in product(MANY_WORDS[::40], repeat=3)))
-    for task in HIDE_WHAT_IS_ASKED:
+    for task in curricula.HIDE_WHAT_IS_ASKED:
         rng = random.Random(task)
         for _ in range(20):
             source, _ = examples[task](rng)
             ids = tokenizer(source)["input_ids"]
-            assert (
-                "context: " + tokenizer.decode(ids[ids.index(marker) + 2 :], skip_special_tokens=True)
-                == (source[source.index("context: ") :])
-            )
+            told = tokenizer.decode(ids[ids.index(marker) + 2 :], skip_special_tokens=True)
+            assert "context: " + told == source[source.index("context: ") :]
 
 
 def test_students_never_see_what_is_held_out_nor_the_evaluation_sets(tmp_path, pairs_file):
-    found, held_out = student_mixture(pairs_file, held_out=10)
+    found, held_out = curricula.student_mixture(pairs_file, held_out=10)
     assert len(held_out) == 10
     for source, target in held_out:
         assert source.startswith(TRANSLATE) and (source.removeprefix(TRANSLATE), target) in PAIRS
@@ -516,31 +464,27 @@ def test_students_never_see_what_is_held_out_nor_the_evaluation_sets(tmp_path, p
     drawn = {found.examples["translation"](rng)[0] for _ in range(2000)}
     sentences = {TRANSLATE + english for english, _ in PAIRS}
     assert drawn & sentences == sentences - {source for source, _ in held_out}
-    assert found.forbidden == evaluation_sources() and found.curriculum == STUDENTS_MIXTURE
-    assert sum(part.weight for part in STUDENTS_MIXTURE[0].parts) == pytest.approx(1.0)
+    assert found.curriculum == STUDENTS_MIXTURE
+    assert found.forbidden == curricula.evaluation_sources() and len(found.forbidden) == 700
+    prefixes = {source.split(":")[0] for source in found.forbidden}
+    assert prefixes == {"translate English to French", "summarize", "question"}
     with pytest.raises(InputError, match="tatoeba.org"):
-        student_mixture(tmp_path / "missing.tsv")
+        curricula.student_mixture(tmp_path / "missing.tsv")
 
 
-# --- the sources that a teacher writes to -----------------------------------------------------------------------------
-
-
-def test_sources_are_of_all_tasks_in_their_shares_and_each_is_there_once():
-    mixture_of_all = replace(mini_mixture(()), examples=mini_examples(PAIRS, joined_share=0.5))
+def test_sources_are_of_all_tasks_in_their_shares_and_each_is_there_once(monkeypatch):
+    mixture_of_all = replace(curricula.mini_mixture(()), examples=mini_examples(PAIRS, joined_share=0.5))
     found = draw_sources(mixture_of_all, 200, seed=0)
     assert len(found) == len(set(found)) == 200
     counts = Counter(task for task, _ in found)
-    assert counts.keys() == curriculum.SHARES.keys()
-    assert all(abs(counts[task] - 2 * share) < 25 for task, share in curriculum.SHARES.items())
+    assert counts.keys() == curricula.SHARES.keys()
+    assert all(abs(counts[task] - 2 * share) < 25 for task, share in curricula.SHARES.items())
     starts = {"translation": TRANSLATE, "questions": "question: "}
     assert all(source.startswith(starts.get(task.split()[-1], SUMMARIZE)) for task, source in found)
     assert found == draw_sources(mixture_of_all, 200, seed=0) and found[:50] == draw_sources(mixture_of_all, 50, seed=0)
     assert found != draw_sources(mixture_of_all, 200, seed=1)
-
-
-def test_more_sources_than_there_are_are_refused(monkeypatch):
-    monkeypatch.setattr(curriculum, "SHARES", {"translation": 1})
-    few = replace(mini_mixture(()), examples=mini_examples(PAIRS[:3], joined_share=0.0))
+    monkeypatch.setattr(curricula, "SHARES", {"translation": 1})
+    few = replace(curricula.mini_mixture(()), examples=mini_examples(PAIRS[:3], joined_share=0.0))
     assert {source for _, source in draw_sources(few, 3, seed=0)} == {TRANSLATE + english for english, _ in PAIRS[:3]}
     with pytest.raises(InputError, match="Of 4 different sources only 3"):
         draw_sources(few, 4, seed=0)
