@@ -268,7 +268,7 @@ def test_a_tokenizer_and_all_other_files_come_along_and_a_copy_of_the_copy_says_
 
 ELSEWHERE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "cpu Other 9000": lambda patch: patch_facts(patch, cpu="Other 9000"),
-    "instruction sets avx2": lambda patch: patch_facts(patch, cpu_flags=["avx2"]),
+    "instruction sets avx9": lambda patch: patch_facts(patch, cpu_flags=["avx9"]),
     "instruction sets unknown": lambda patch: patch_facts(patch, cpu_flags=None),
     "onnxruntime 9.9.9": lambda patch: patch.setattr(onnxruntime, "__version__", "9.9.9"),
 }
