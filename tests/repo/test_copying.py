@@ -13,10 +13,11 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
-from test_layout import MODULES, ROOT, own_imports
+from test_layout import MODULES, ROOT, TREES, own_imports
 
 import t5accel
 
@@ -76,10 +77,10 @@ with open(sys.argv[1], "w") as file:
 
 def docstrings(module: str) -> list[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    return [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
+    return [ast.get_docstring(node) or "" for node in ast.walk(TREES[module]) if isinstance(node, documented)]
 
 
+@cache
 def example_lines(module: str) -> list[str]:
     return [line.source for text in docstrings(module) for line in doctest.DocTestParser().get_examples(text)]
 
@@ -124,9 +125,8 @@ def copy(module: str, folder: Path) -> None:
 
 def re_exports(package: str) -> dict[str, str]:
     """Name -> defining module, for what the ``__init__`` of ``package`` passes on; nothing for a plain module."""
-    path = MODULES[package]
-    tree = ast.parse(path.read_text(encoding="utf-8") if path.name == "__init__.py" else "")
-    froms = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+    body = TREES[package].body if MODULES[package].name == "__init__.py" else []
+    froms = [node for node in body if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.asname or alias.name: node.module for node in froms for alias in node.names}
 
 
@@ -136,8 +136,9 @@ def examples(module: str) -> int:
 
 
 def public_functions(module: str) -> list[str]:
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    return [
+        node.name for node in TREES[module].body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    ]
 
 
 def require_that_examples_run(modules: list[str], root: Path) -> None:
@@ -185,6 +186,7 @@ def test_names_are_imported_from_where_they_are_defined() -> None:
 
 
 def test_a_module_of_the_package_has_an_example() -> None:
+    assert WITHOUT_EXAMPLE.keys() <= MODULES.keys()
     for module in OF_THE_PACKAGE:
         if functions := public_functions(module):
             reason = WITHOUT_EXAMPLE.get(module)
@@ -200,7 +202,3 @@ def test_each_public_name_tells_shapes_errors_and_an_example() -> None:
         assert ">>> " in told and re.search(r"Raises:|Raises ``\w+Error", told), name
         tensors = hasattr(thing, "embed") or "input_ids" in inspect.signature(thing).parameters
         assert not tensors or re.search(r"\([BNn]( \* \w)?,", told), f"{name}: with which shapes?"
-
-
-def test_the_list_of_exceptions_is_current() -> None:
-    assert WITHOUT_EXAMPLE.keys() <= MODULES.keys()

@@ -82,27 +82,25 @@ def test_what_the_engine_costs_and_what_the_readme_says_of_it() -> None:
     assert loops["greedy()", "in the decoder session"] < greedy < theirs and abs(generate - greedy) < 800
     alone, whole = kinds["footprint"]
     assert not {"torch", "transformers"} & set(alone["packages"]) and "torch" in whole["packages"]
-    text = README
     for number in (
         f"{alone['seconds']:.2f} s", f"{whole['seconds']:.1f} s", f"{alone['size_bytes'] / 1e6:.0f} MB",
         f"{whole['size_bytes'] / 1e6:.0f} MB", f"{kinds['export'][2]['seconds']:.0f} s",
         f"{soak['growth']:.1%}",
     ):  # fmt: skip
-        assert number in text.replace("\n", " "), f"the README lacks {number}"
+        assert number in README.replace("\n", " "), f"the README lacks {number}"
 
 
 def test_what_the_web_page_reaches_and_what_the_readme_says_of_it() -> None:
     rows = {(row["system"], row["measured"]): row for row in read("web.json")["rows"]}
     student, teacher, whole = dict.fromkeys(system for system, _ in rows)
     visit, warm = rows[student, "first visit"], rows[student, "speed"]
-    text = README
     for number in (
         f"{visit['first_s']:.2f} s after a click", f"{warm['first_p50_s']:.2f} s once it is warm",
         f"{warm['tokens_per_s']:.0f} tokens/s; {visit['settings']['transfer_bytes'] / 1e6:.1f} MB",
         f"{rows[teacher, 'speed']['tokens_per_s']:.0f} tokens/s in 8 bits and "
         f"{rows[whole, 'speed']['tokens_per_s']:.0f} in fp32",
     ):  # fmt: skip
-        assert number in text.replace("\n", " "), f"the README lacks {number}"
+        assert number in README.replace("\n", " "), f"the README lacks {number}"
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from t5accel.cli import app
 from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.atomic_write import flush
-from t5accel.graphs.manifest import describe_file
 from t5accel.serve.batch import job as running
 from t5accel.serve.batch import output
 from t5accel.serve.batch.formats import JsonRows, RejectedRow
@@ -137,16 +137,6 @@ def test_sorted_batches_give_the_answers_of_each_text_alone(opened_mini: Any, be
         batch = tokenizer(texts[:1])
         (tokens,) = greedy(backend, batch["input_ids"], batch["attention_mask"], max_new_tokens=24).sequences
         assert found[0] == Answer(tokenizer.batch_decode([tokens], skip_special_tokens=True)[0], len(tokens))
-
-
-def test_an_answer_in_another_row_s_place_would_be_noticed(opened_mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [PREFIX + text for text in TEXTS[:20:4]]
-    answer = BatchGenerator(*opened_mini, max_new_tokens=24)
-    expected = answer(texts)
-    monkeypatch.setattr("t5accel.serve.batch.generate.batches", lambda lengths, most: [[*range(len(lengths))][::-1]])
-    assert answer(texts) == expected
-    monkeypatch.setattr(answer, "_generated", lambda sources: BatchGenerator._generated(answer, sources[::-1]))
-    assert answer(texts) != expected
 
 
 def test_unreadable_texts_are_rejected_with_a_reason(opened_mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,14 +610,11 @@ class Killed(BaseException):
     """Stands for the end of a process."""
 
 
-def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, but: str = "") -> list[int]:
-    """End a job between any two operations on files; return the moments with another outcome.
-
-    A file called ``but`` is not compared.
-    """
-    path = write_lines(folder / "in.jsonl", [{"text": f"text {i}" if i % 3 else ""} for i in range(7)])
-    run(path, folder / "expected", settings=Settings(shard_rows=3))
-    expected, differ, moment, ended = files(folder / "expected") | {but: b""}, [], 0, True
+@pytest.mark.usefixtures("toy")
+def test_a_job_killed_between_any_two_operations_resumes_to_equal_files(tmp_path: Path, monkeypatch: Any) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [{"text": f"text {i}" if i % 3 else ""} for i in range(7)])
+    run(path, tmp_path / "expected", settings=Settings(shard_rows=3))
+    moment, ended = 0, True
     while ended:
         left, ended, moment = moment, False, moment + 1
 
@@ -647,42 +634,11 @@ def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, but: str = "") -> lis
                                 (Output, "record")):  # fmt: skip
                 patch.setattr(owner, name, counted(getattr(owner, name)))
             patch.setattr(JsonRows, "write", counted(JsonRows.write))
-            try:
-                run(path, folder / f"out-{moment}", settings=Settings(shard_rows=3))
-            except Killed:
-                pass
-        try:
-            run(path, folder / f"out-{moment}", settings=Settings(shard_rows=3))
-        except InputError:  # it is no job any more
-            differ.append(moment)
-            continue
-        if files(folder / f"out-{moment}") | {but: b""} != expected:
-            differ.append(moment)
+            with suppress(Killed):
+                run(path, tmp_path / f"out-{moment}", settings=Settings(shard_rows=3))
+        run(path, tmp_path / f"out-{moment}", settings=Settings(shard_rows=3))
+        assert files(tmp_path / f"out-{moment}") == files(tmp_path / "expected"), moment
     assert moment > 15
-    return differ
-
-
-@pytest.mark.usefixtures("toy")
-def test_a_job_killed_between_any_two_operations_resumes_to_equal_files(tmp_path: Path, monkeypatch: Any) -> None:
-    assert not crashes(tmp_path, monkeypatch)
-
-
-@pytest.mark.usefixtures("toy")
-def test_shards_written_in_place_and_known_by_their_names_would_be_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def in_place(self: Output, name: str, write: Callable[[Path], Any]) -> dict[str, Any]:
-        (self.folder / name).parent.mkdir(exist_ok=True)
-        (self.folder / name).write_text("")
-        write(self.folder / name)
-        return describe_file(self.folder / name)
-
-    def by_name(self: Output, parts: list[str]) -> tuple[dict[str, ShardRecord], list[str]]:
-        return {part: ShardRecord(part, ShardStats(), {}) for part in parts if (self.folder / part).exists()}, []
-
-    monkeypatch.setattr(Output, "put", in_place)
-    monkeypatch.setattr(Output, "finished", by_name)
-    assert len(crashes(tmp_path, monkeypatch, but="_done.jsonl")) > 2
 
 
 PROGRAM = """

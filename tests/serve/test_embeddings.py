@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from test_server import Process, error_of
+from test_server import Process, client_of, error_of
 from typer.testing import CliRunner
 
 import t5accel.serve.server
@@ -38,10 +38,8 @@ def encoder() -> AcceleratedEncoder:
 async def served(encoder: Any, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, EmbeddingService]]:
     """A client of the application without sockets, and its scheduler."""
     app = make_app(encoder, Settings(task="embed", **settings))
-    async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-            yield client, app.state.service.scheduler
+    async with client_of(app) as client:
+        yield client, app.state.service.scheduler
 
 
 def asked(encoder: Any, settings: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
@@ -289,11 +287,7 @@ def test_every_precision_is_opened(precision, encoder) -> None:
     assert precision in (app.state.service.encoder.precision, "auto")
 
     async def ask() -> list[float]:
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client,
-        ):
+        async with client_of(app) as client:
             found = await client.post("/v1/embeddings", json={"model": "mini", "input": TEXTS[1]})
             return found.json()["data"][0]["embedding"]
 

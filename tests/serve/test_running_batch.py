@@ -229,25 +229,6 @@ def test_a_device_error_ends_few_requests(backends, where: str) -> None:
             assert tokens(ticket) == alone(ticket.request, eager)
 
 
-def test_an_error_of_the_logits_leaves_the_others_right(backends) -> None:
-    backend, eager = backends("none")
-    scheduler = flight(backend, rows=32)
-    wanted = [new_job(number, 8, sampling=SamplingParams(temperature=2.0), seed=number) for number in (1, 2)]
-    tickets = [scheduler.submit(job) for job in wanted]
-    while scheduler.running < 2:
-        scheduler.step()
-    device = scheduler._batch.encoder
-    right = device.logits
-
-    def fails_once(rows: np.ndarray) -> np.ndarray:
-        device.logits = right
-        raise torch.cuda.OutOfMemoryError("no memory")
-
-    device.logits = fails_once
-    run(scheduler)
-    assert tickets[1].error and tokens(tickets[0]) == alone(wanted[0], eager)
-
-
 def test_a_text_whose_numbers_overflow_spoils_no_later_one(tiny_t5) -> None:
     """In rows and in buffers that it used: a mask hides any number, but not NaN."""
     model = copy.deepcopy(tiny_t5("gated-untied"))

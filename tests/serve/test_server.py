@@ -76,13 +76,20 @@ class Slow(Joining):
 
 
 @asynccontextmanager
-async def served(backend: Any = None, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
-    """A client of the application without sockets, and its scheduler."""
-    app = make_app(backend or Joining(), Letters(), Settings(**settings))
+async def client_of(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application without sockets."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-            yield client, app.state.service.scheduler
+            yield client
+
+
+@asynccontextmanager
+async def served(backend: Any = None, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """A client of the application around a toy, and its scheduler."""
+    app = make_app(backend or Joining(), Letters(), Settings(**settings))
+    async with client_of(app) as client:
+        yield client, app.state.service.scheduler
 
 
 def asked(
@@ -299,32 +306,9 @@ def test_an_answer_ends_before_a_stop_text_and_nothing_more_is_computed(drawn: d
         unmet = asked(**fields, backend=Slow(0), stop="never", stream=stream)
         texts = unmet.json()["answers"][0]["texts"] if not stream else [event["text"] for event in events_of(unmet)]
         assert "".join(texts) == whole
-    refused = asked(text="a", num_beams=2, stop="b")
-    assert refused.status_code == 422 and "num_beams must be 1 with stop" in error_of(refused)["message"]
 
 
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "match"),
-    [
-        (dict(), 422, "text"),
-        (dict(text=5), 422, "text"),
-        (dict(text=[]), 422, "1 to 64 texts, got 0"),
-        (dict(text="a" * 99), 413, "99 tokens, and 20 are allowed"),
-        (dict(text="a", num_beams="4"), 422, "num_beams"),
-        (dict(text="a", num_beams=True), 422, "num_beams"),
-        (dict(text="a", max_new_tokens=10**30), 422, "max_new_tokens"),
-        (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
-        (dict(text="a", deadline_s=-1.0), 422, "deadline_s"),
-        (dict(text="a", beams=4), 400, "beams is not supported"),
-    ],
-    ids=str,
-)
-def test_bad_values(fields: dict[str, Any], status: int, match: str) -> None:
-    response = asked(**fields, settings=dict(max_source_tokens=20))
-    assert response.status_code == status and re.search(match, error_of(response)["message"])
 
 
 @pytest.mark.parametrize(
@@ -534,6 +518,16 @@ def test_allowed_host_headers(settings: dict[str, Any], host: bytes, status: int
 @pytest.mark.parametrize(
     ("fields", "status", "match"),
     [
+        (dict(), 422, "text"),
+        (dict(text=5), 422, "text"),
+        (dict(text=[]), 422, "1 to 64 texts, got 0"),
+        (dict(text="a", num_beams="4"), 422, "num_beams"),
+        (dict(text="a", num_beams=True), 422, "num_beams"),
+        (dict(text="a", max_new_tokens=10**30), 422, "max_new_tokens"),
+        (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
+        (dict(text="a", deadline_s=-1.0), 422, "deadline_s"),
+        (dict(text="a", num_beams=2, stop="b"), 422, "num_beams must be 1 with stop"),
+        (dict(text="a", beams=4), 400, "beams is not supported"),
         (dict(text="a" * 700), 413, "700 characters, and 640 are allowed"),
         (dict(text=["a", "b" * 10**5]), 413, "100000 characters"),
         (dict(text=[5] * 100_000), 422, "text must be a text or a list of texts"),
@@ -757,9 +751,7 @@ def test_torch_static_serves_what_the_cpu_engine_serves(mini, monkeypatch) -> No
     assert (given["device"], given["precision"]) == ("cuda", "bf16")
 
     async def ask() -> None:
-        async with app.router.lifespan_context(app), httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
-        ) as client:  # fmt: skip
+        async with client_of(app) as client:
             for more in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 1}):
                 found = await client.post("/generate", json={"text": TEXT, "max_new_tokens": 20, **more})
                 assert found.json()["answers"][0]["texts"] == ["Je suis fatigué."]

@@ -443,16 +443,3 @@ def test_the_lines_of_the_readme_write_what_python_writes(web: ModuleType, conte
     (expected,) = by_python(content, folder, [("translate", {"text": "I am tired."})])
     text = TokenizerFile(folder).batch_decode([expected], skip_special_tokens=True)[0]
     assert run_in_node(readme_lines(folder), "readme") == text
-
-
-def test_a_history_that_is_masked_is_noticed(web: ModuleType, content: dict[str, Any]) -> None:
-    """The same lines with a fault in t5.js: the comparison can fail."""
-    folder = folder_of(web, content, "fp32")
-    module = (ROOT / "web/src/t5.js").read_text(encoding="utf-8")
-    assert module.count(".fill(1)") == 1
-    (ROOT / "web/node_modules/broken-t5.mjs").write_text(module.replace(".fill(1)", ".fill(0)"), encoding="utf-8")
-    source = rows("translation")[0]["source"]
-    lines = readme_lines(folder).replace("I am tired.", source)
-    right, wrong = (run_in_node(lines.replace("../src/t5.js", name), "faulty") for name in
-                    ("../src/t5.js", "./broken-t5.mjs"))  # fmt: skip
-    assert right != wrong
