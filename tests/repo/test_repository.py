@@ -45,12 +45,8 @@ def tracked_files() -> Iterator[Path]:
 
 def test_files_name_no_registry_and_no_path_of_one_machine() -> None:
     hosts = [
-        "py" + "pi.org",
-        "python" + "hosted.org",
-        "download." + "pytorch.org",
-        "ana" + "conda.org",
-        "npm" + "js.org",
-    ]
+        "py" + "pi.org", "python" + "hosted.org", "download." + "pytorch.org", "ana" + "conda.org", "npm" + "js.org",
+    ]  # fmt: skip
     forbidden = re.compile(r"(?<![\w.~-])/(?:root|home|work|opt|Users)/|" + "|".join(map(re.escape, hosts)))
     for path in tracked_files():
         try:

@@ -167,9 +167,7 @@ class Foreign(BaseException):
 
 
 @pytest.mark.parametrize(("error", "where"), [(Foreign("no"), "model"), (ValueError("no"), "tokenizer")], ids=str)
-def test_an_error_of_one_text_rejects_one_row(
-    opened_mini: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, where: str
-) -> None:
+def test_an_error_of_one_text_rejects_one_row(opened_mini: Any, monkeypatch, error: BaseException, where: str) -> None:
     texts = [PREFIX + text for text in TEXTS[:6]]
     answer, tokenizer = BatchGenerator(*opened_mini, max_new_tokens=8), opened_mini[1]
     expected = [answer([text])[0] for text in texts]
@@ -197,14 +195,10 @@ def test_an_error_of_one_text_rejects_one_row(
     assert found == expected[:bad] + expected[bad + 1 :] and sum(counts) == len(texts) - 1
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "sentence"),
-    [
-        (Foreign("gone"), JobError, r"fails on any text \(Foreign: gone\)"),
-        (InputError("beams"), InputError, "beams"),
-        (KeyboardInterrupt(), KeyboardInterrupt, None),
-    ],
-)
+@pytest.mark.parametrize(("error", "kind", "sentence"), [
+    (Foreign("gone"), JobError, r"fails on any text \(Foreign: gone\)"), (InputError("beams"), InputError, "beams"),
+    (KeyboardInterrupt(), KeyboardInterrupt, None),
+])  # fmt: skip
 def test_a_model_that_fails_on_any_text_ends_the_job_and_rejects_nothing(
     opened_mini: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, kind: Any, sentence: str | None
 ) -> None:
@@ -228,9 +222,7 @@ tables = st.lists(st.fixed_dictionaries({"id": cells, "text": cells}), max_size=
     rows=[{"id": 'a "b", c', "text": "two\r\nlines\n"}, {"id": "\r", "text": "  "}, {"id": "", "text": "é\u2028"}],
     most=1,
 )
-def test_every_row_comes_back_once_with_its_answer_or_its_reason(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, rows: list[dict[str, str]], most: int
-) -> None:
+def test_every_row_comes_back_once_with_its_answer_or_its_reason(tmp_path_factory, kind: str, rows, most: int) -> None:
     folder = tmp_path_factory.mktemp("rows")
     path = folder / f"in{kind}"
     if kind == ".jsonl":
@@ -390,9 +382,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_read_and_an_unreadable_folder
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_model_that_draws_is_no_search_by_its_number_of_beams(
-    tmp_path: Path, opened_mini: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_draws_is_no_search_by_its_number_of_beams(tmp_path: Path, opened_mini: Any, monkeypatch) -> None:
     backend = copy.copy(opened_mini[0])
     backend.rules = replace(backend.rules, unsupported=("do_sample=True",))
     assert [BatchGenerator(backend, opened_mini[1], beams=beams).draws for beams in (None, 1)] == [True, False]
@@ -430,13 +420,10 @@ def test_bad_inputs_outputs_and_settings_are_refused(tmp_path: Path, monkeypatch
     (tmp_path / "a.parquet").write_text("no table")
     (tmp_path / "a.doc").write_text("x")
     for where, sentence in (
-        ("nowhere", "no file, no folder"),
-        ("a.doc", "must be one of .jsonl"),
-        ("a.csv", "one column 'text', got id, answer"),
-        ("b.csv", "no column 'answer'"),
-        ("a.parquet", "as Parquet"),
+        ("nowhere", "no file, no folder"), ("a.doc", "must be one of .jsonl"),
+        ("a.csv", "one column 'text', got id, answer"), ("b.csv", "no column 'answer'"), ("a.parquet", "as Parquet"),
         (".", "must not lie in ., which is read"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(InputError, match=sentence):
             run(where, "out")
     assert not (tmp_path / "out").exists()
@@ -491,9 +478,7 @@ def test_pipes_do_not_block_a_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_shard: Any
-) -> None:
+def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(tmp_path: Path, monkeypatch, at_shard: Any) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": f"text {i}"} for i in range(9)])
     run(path, tmp_path / "expected", settings=Settings(shard_rows=2))
     content, times = path.read_bytes(), path.stat()

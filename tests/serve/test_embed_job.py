@@ -91,14 +91,11 @@ def test_a_file_without_rows_makes_a_matrix_without_rows(tmp_path, encoder, kind
     assert parquet.read_table(tmp_path / "out.parquet").num_rows == 0
 
 
-@pytest.mark.parametrize(
-    ("texts", "match"),
-    [
-        ([*TEXTS[:9], " "], "in.jsonl, row 10: an empty text. Nothing was written."),
-        ([*TEXTS[:5], 7], "in.jsonl, row 6: not a text but 7. Nothing"),
-        ([*TEXTS[:6], "word " * 60, "a"], "in.jsonl, row 7: .*at most max_source_tokens, 40, got 61.* Nothing was"),
-    ],
-)
+@pytest.mark.parametrize(("texts", "match"), [
+    ([*TEXTS[:9], " "], "in.jsonl, row 10: an empty text. Nothing was written."),
+    ([*TEXTS[:5], 7], "in.jsonl, row 6: not a text but 7. Nothing"),
+    ([*TEXTS[:6], "word " * 60, "a"], "in.jsonl, row 7: .*at most max_source_tokens, 40, got 61.* Nothing was"),
+])  # fmt: skip
 def test_a_row_without_an_embedding_ends_the_job_before_the_first_by_name(
     tmp_path, encoder, texts, match, monkeypatch
 ) -> None:

@@ -111,9 +111,7 @@ def test_missing_heartbeats_end_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
         list(ray_batch._watched(broken, lambda: 7, 9))
 
 
-def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exported_mini: Path
-) -> None:
+def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(tmp_path, monkeypatch, exported_mini) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}])
     batch, model = ["batch", str(path), str(tmp_path / "out")], ["--model", str(exported_mini)]

@@ -169,9 +169,7 @@ def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[RequestHandle]
         TokenConstraints(suppress_tokens=(3,)),
     ]),
 )  # fmt: skip
-def test_results_are_those_of_each_request_alone(
-    events: list[Event], rows: int, kind: type[ToyBackend], cache: int, rules: TokenConstraints
-) -> None:
+def test_results_are_those_of_each_request_alone(events: list[Event], rows: int, kind, cache: int, rules) -> None:
     backend = kind()
     backend.rules = rules
     scheduler, _ = stepped(backend, rows=rows, encoder_cache_bytes=cache)
@@ -598,32 +596,19 @@ def test_observations() -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (dict(input_ids=[]), "input_ids"),
-        (dict(input_ids=[[5]]), "input_ids"),
-        (dict(input_ids=[12]), "input_ids"),
-        (dict(input_ids=[5] * 41), "input_ids must be at most 40, got 41"),
-        (dict(max_new_tokens=0), "max_new_tokens"),
-        (dict(max_new_tokens=71), "max_new_tokens must be at most 70"),
-        (dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens"),
-        (dict(num_beams=5), "num_beams must be at most 4"),
-        (dict(sampling=SamplingParams(), num_return_sequences=5), "num_return_sequences must be at most 4"),
-        (dict(num_beams=0), "num_beams"),
-        (dict(num_return_sequences=2), "num_return_sequences"),
-        (dict(num_beams=2, length_penalty=float("nan")), "length_penalty"),
-        (dict(num_beams=2, early_stopping="x"), "early_stopping"),
-        (dict(sampling=SamplingParams(), num_beams=2), "num_beams"),
-        (dict(sampling="hot"), "sampling"),
-        (dict(seed=-1), "seed"),
-        (dict(priority=0.5), "priority"),
-        (dict(priority=10**7), "priority"),
-        (dict(deadline_s=float("nan")), "deadline_s"),
-        (dict(stream=True, num_beams=2), "num_beams must be 1 with stream"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "match"), [
+    (dict(input_ids=[]), "input_ids"), (dict(input_ids=[[5]]), "input_ids"), (dict(input_ids=[12]), "input_ids"),
+    (dict(input_ids=[5] * 41), "input_ids must be at most 40, got 41"), (dict(max_new_tokens=0), "max_new_tokens"),
+    (dict(max_new_tokens=71), "max_new_tokens must be at most 70"),
+    (dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens"), (dict(num_beams=5), "num_beams must be at most 4"),
+    (dict(sampling=SamplingParams(), num_return_sequences=5), "num_return_sequences must be at most 4"),
+    (dict(num_beams=0), "num_beams"), (dict(num_return_sequences=2), "num_return_sequences"),
+    (dict(num_beams=2, length_penalty=float("nan")), "length_penalty"),
+    (dict(num_beams=2, early_stopping="x"), "early_stopping"),
+    (dict(sampling=SamplingParams(), num_beams=2), "num_beams"), (dict(sampling="hot"), "sampling"),
+    (dict(seed=-1), "seed"), (dict(priority=0.5), "priority"), (dict(priority=10**7), "priority"),
+    (dict(deadline_s=float("nan")), "deadline_s"), (dict(stream=True, num_beams=2), "num_beams must be 1 with stream"),
+], ids=str)  # fmt: skip
 def test_requests_that_no_model_or_limit_allows(options: dict[str, Any], match: str) -> None:
     scheduler, _ = stepped(rows=4, source_tokens=40, new_tokens=70)
     with pytest.raises(InputError, match=match):

@@ -168,13 +168,10 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/generate", dict(text="hi", max_new_tokens=500)),
-        ("/v1/completions", dict(prompt="hi", model="mini", max_tokens=500)),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields"), [
+    ("/generate", dict(text="hi", max_new_tokens=500)),
+    ("/v1/completions", dict(prompt="hi", model="mini", max_tokens=500)),
+])  # fmt: skip
 def test_an_error_in_a_stream_is_its_last_event(path: str, fields: dict[str, Any]) -> None:
     response = asked(path, stream=True, deadline_s=0.4, backend=Slow(0.01), **fields)
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
@@ -207,13 +204,10 @@ def test_the_description_has_each_route_and_all_its_references_lead_somewhere() 
     assert missing.status_code == 404 and "POST /v1/completions" in error_of(missing)["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "shape", "event"),
-    [
-        ("/generate", dict(text="hello", do_sample=True), schemas.GenerateResponse, schemas.GenerateEvent),
-        ("/v1/completions", dict(prompt=["a", "b"], model="mini"), *[schemas.CompletionResponse] * 2),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "shape", "event"), [
+    ("/generate", dict(text="hello", do_sample=True), schemas.GenerateResponse, schemas.GenerateEvent),
+    ("/v1/completions", dict(prompt=["a", "b"], model="mini"), *[schemas.CompletionResponse] * 2),
+])  # fmt: skip
 def test_responses_are_as_they_are_described(path: str, body: dict[str, Any], shape: Any, event: Any) -> None:
     found, refused = asked(path, **body).json(), asked(path, **body, nothing=1).json()
     assert shape.model_validate(found).model_dump() == found
@@ -242,26 +236,22 @@ def test_openai_options_without_effect_are_accepted(neutral: dict[str, Any]) -> 
     assert found.status_code == 200 and found.json()["choices"] == expected.json()["choices"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "match"),
-    [
-        (dict(prompt="a", frequency_penalty=0.5), "frequency_penalty must be 0 or null, got 0.5"),
-        (dict(prompt="a", echo=True), "echo must be false or null, got true"),
-        (dict(prompt="a", logprobs=0), "logprobs must be null, got 0"),
-        (dict(prompt="a", logit_bias={str(i): "x" for i in range(50_000)}), "logit_bias must be {} or null"),
-        (dict(prompt="a", suffix="end"), 'suffix must be "" or null'),
-        (dict(prompt="a", best_of=2), "best_of must be n, 1, or null, got 2"),
-        (dict(prompt="a", top_p=0.5), "top_p and n need a temperature"),
-        (dict(prompt=[[5, 6], [7]]), "prompt must be a text .* Token ids are not supported"),
-        (dict(prompt="a", stop=""), "stop must be up to 4 texts"),
-        (dict(prompt="a", stop=["a"] * 5), "stop must be up to 4 texts"),
-        (dict(prompt="a", stop=["a" * 300]), "stop must be up to 4 texts of 1 to 256"),
-        (dict(), "prompt"), (dict(prompt=[]), "1 to 64 texts, got 0"), (dict(prompt="a" * 99), "99 tokens"),
-        (dict(prompt="a", max_tokens=0), "at least 1, got 0"), (dict(prompt="a", max_tokens="4"), "max_tokens"),
-        (dict(prompt="a", temperature=-1.0), "temperature"), (dict(prompt="a", stream_options={}), "stream_options"),
-    ],
-    ids=lambda value: str(value)[:40],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "match"), [
+    (dict(prompt="a", frequency_penalty=0.5), "frequency_penalty must be 0 or null, got 0.5"),
+    (dict(prompt="a", echo=True), "echo must be false or null, got true"),
+    (dict(prompt="a", logprobs=0), "logprobs must be null, got 0"),
+    (dict(prompt="a", logit_bias={str(i): "x" for i in range(50_000)}), "logit_bias must be {} or null"),
+    (dict(prompt="a", suffix="end"), 'suffix must be "" or null'),
+    (dict(prompt="a", best_of=2), "best_of must be n, 1, or null, got 2"),
+    (dict(prompt="a", top_p=0.5), "top_p and n need a temperature"),
+    (dict(prompt=[[5, 6], [7]]), "prompt must be a text .* Token ids are not supported"),
+    (dict(prompt="a", stop=""), "stop must be up to 4 texts"),
+    (dict(prompt="a", stop=["a"] * 5), "stop must be up to 4 texts"),
+    (dict(prompt="a", stop=["a" * 300]), "stop must be up to 4 texts of 1 to 256"), (dict(), "prompt"),
+    (dict(prompt=[]), "1 to 64 texts, got 0"), (dict(prompt="a" * 99), "99 tokens"),
+    (dict(prompt="a", max_tokens=0), "at least 1, got 0"), (dict(prompt="a", max_tokens="4"), "max_tokens"),
+    (dict(prompt="a", temperature=-1.0), "temperature"), (dict(prompt="a", stream_options={}), "stream_options"),
+], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_openai_s_clients_are_refused_by_name_and_with_openai_s_status(fields: dict[str, Any], match: str) -> None:
     response = asked("/v1/completions", model="mini", **fields, settings=dict(max_source_tokens=20))
     error = error_of(response)
@@ -479,69 +469,48 @@ async def through_the_guard(path: str, *headers: tuple[bytes, bytes], **settings
 HOST, JSON = (b"host", b"localhost:8000"), (b"content-type", b"application/json")
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "status"),
-    [
-        ("/health/live", [(b"content-length", b"5")], 200),
-        ("/health/live", [(b"host", b"evil.example")], 200),
-        ("/generate", [HOST, JSON, (b"content-length", b"5")], 401),
-        ("/generate", [(b"host", b"evil.example"), JSON], 421),
-        ("/generate", [HOST, JSON, (b"content-length", b"5"), (b"transfer-encoding", b"chunked")], 400),
-        ("/generate", [HOST, (b"authorization", b"BEARER  geheim"), (b"content-type", b"text/plain")], 415),
-        ("/generate", [HOST, (b"authorization", b"bearer geheim")], 415),
-        ("/generate", [HOST, JSON, (b"authorization", b"bearer geheim"), (b"content-length", b"2000000")], 413),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_bad_headers_are_refused_before_the_body_is_read(
-    path: str, headers: list[Any], status: int, monkeypatch
-) -> None:
+@pytest.mark.parametrize(("path", "headers", "status"), [
+    ("/health/live", [(b"content-length", b"5")], 200), ("/health/live", [(b"host", b"evil.example")], 200),
+    ("/generate", [HOST, JSON, (b"content-length", b"5")], 401), ("/generate", [(b"host", b"evil.example"), JSON], 421),
+    ("/generate", [HOST, JSON, (b"content-length", b"5"), (b"transfer-encoding", b"chunked")], 400),
+    ("/generate", [HOST, (b"authorization", b"BEARER  geheim"), (b"content-type", b"text/plain")], 415),
+    ("/generate", [HOST, (b"authorization", b"bearer geheim")], 415),
+    ("/generate", [HOST, JSON, (b"authorization", b"bearer geheim"), (b"content-length", b"2000000")], 413),
+], ids=str)  # fmt: skip
+def test_bad_headers_are_refused_before_the_body_is_read(path: str, headers, status: int, monkeypatch) -> None:
     monkeypatch.setenv("T5ACCEL_API_KEY", "geheim")
     found = asyncio.run(through_the_guard(path, *headers))
     assert found[b"status"] == status and (status == 200 or found[b"connection"] == b"close")
 
 
-@pytest.mark.parametrize(
-    ("settings", "host", "status"),
-    [
-        (dict(), b"localhost:80", 200), (dict(), b"[::1]:8000", 200), (dict(), b"127.0.0.1", 200),
-        (dict(), b"localhost.evil.example", 421), (dict(allowed_hosts="a.example, b.example"), b"B.example:1", 200),
-        (dict(allowed_hosts="*"), b"evil.example", 200), (dict(host="0.0.0.0"), b"any.example", 200),
-        (dict(host="0.0.0.0", allowed_hosts="a.example"), b"any.example", 421),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "host", "status"), [
+    (dict(), b"localhost:80", 200), (dict(), b"[::1]:8000", 200), (dict(), b"127.0.0.1", 200),
+    (dict(), b"localhost.evil.example", 421), (dict(allowed_hosts="a.example, b.example"), b"B.example:1", 200),
+    (dict(allowed_hosts="*"), b"evil.example", 200), (dict(host="0.0.0.0"), b"any.example", 200),
+    (dict(host="0.0.0.0", allowed_hosts="a.example"), b"any.example", 421),
+], ids=str)  # fmt: skip
 def test_allowed_host_headers(settings: dict[str, Any], host: bytes, status: int) -> None:
     assert asyncio.run(through_the_guard("/docs", (b"host", host), **settings))[b"status"] == status
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "match"),
-    [
-        (dict(), 422, "text"),
-        (dict(text=5), 422, "text"),
-        (dict(text=[]), 422, "1 to 64 texts, got 0"),
-        (dict(text="a", num_beams="4"), 422, "num_beams"),
-        (dict(text="a", num_beams=True), 422, "num_beams"),
-        (dict(text="a", max_new_tokens=10**30), 422, "max_new_tokens"),
-        (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
-        (dict(text="a", deadline_s=-1.0), 422, "deadline_s"),
-        (dict(text="a", num_beams=2, stop="b"), 422, "num_beams must be 1 with stop"),
-        (dict(text="a", beams=4), 400, "beams is not supported"),
-        (dict(text="a" * 700), 413, "700 characters, and 640 are allowed"),
-        (dict(text=["a", "b" * 10**5]), 413, "100000 characters"),
-        (dict(text=[5] * 100_000), 422, "text must be a text or a list of texts"),
-        (dict(text=["a"] * 100_000), 422, "1 to 64 texts, got 100000"),
-        (dict(text="a", **{f"f{i}": 1 for i in range(50_000)}), 400, "f0 is not supported"),
-        (dict(text="a", num_beams=9), 422, "num_beams must be at most 8"),
-        (dict(text="a", do_sample=True, num_return_sequences=9), 422, "num_return_sequences must be at most 8"),
-        (dict(text=["a"] * 5, max_new_tokens=99), 422, "counts as 500 tokens, and 400 may wait"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_bad_requests_are_refused_before_tokenization(
-    fields: dict[str, Any], status: int, match: str, monkeypatch
-) -> None:
+@pytest.mark.parametrize(("fields", "status", "match"), [
+    (dict(), 422, "text"), (dict(text=5), 422, "text"), (dict(text=[]), 422, "1 to 64 texts, got 0"),
+    (dict(text="a", num_beams="4"), 422, "num_beams"), (dict(text="a", num_beams=True), 422, "num_beams"),
+    (dict(text="a", max_new_tokens=10**30), 422, "max_new_tokens"),
+    (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
+    (dict(text="a", deadline_s=-1.0), 422, "deadline_s"),
+    (dict(text="a", num_beams=2, stop="b"), 422, "num_beams must be 1 with stop"),
+    (dict(text="a", beams=4), 400, "beams is not supported"),
+    (dict(text="a" * 700), 413, "700 characters, and 640 are allowed"),
+    (dict(text=["a", "b" * 10**5]), 413, "100000 characters"),
+    (dict(text=[5] * 100_000), 422, "text must be a text or a list of texts"),
+    (dict(text=["a"] * 100_000), 422, "1 to 64 texts, got 100000"),
+    (dict(text="a", **{f"f{i}": 1 for i in range(50_000)}), 400, "f0 is not supported"),
+    (dict(text="a", num_beams=9), 422, "num_beams must be at most 8"),
+    (dict(text="a", do_sample=True, num_return_sequences=9), 422, "num_return_sequences must be at most 8"),
+    (dict(text=["a"] * 5, max_new_tokens=99), 422, "counts as 500 tokens, and 400 may wait"),
+], ids=lambda value: str(value)[:40])  # fmt: skip
+def test_bad_requests_are_refused_before_tokenization(fields, status: int, match: str, monkeypatch) -> None:
     monkeypatch.setattr(Letters, "__call__", lambda *_, **__: pytest.fail("tokenised"))
     began = time.perf_counter()
     response = asked(**fields, settings=dict(max_source_tokens=20, max_queued_tokens=400))
@@ -664,34 +633,28 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
     assert result.exit_code == 2 and "--max-batch-rows is 0" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "match"),
-    [
-        (["--host", "0.0.0.0"], {}, "host must .* T5ACCEL_API_KEY, got '0.0.0.0'.*give --allow-unauthenticated"),
-        ([], {"T5ACCEL_API_KEY": ""}, "T5ACCEL_API_KEY must not be empty"),
-        ([], {"T5ACCEL_API_KEY": " "}, "T5ACCEL_API_KEY must be printable ASCII without blanks"),
-        ([], {"T5ACCEL_API_KEY": "geheim\n"}, "newline"),
-        ([], {"T5ACCEL_APIKEY": "geheim"}, "T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY"),
-        ([], {"T5ACCEL_MAX_BATCH_ROW": "8"}, "Rename it to T5ACCEL_MAX_BATCH_ROWS"),
-        (["--threads", "100000"], {}, "threads must be at most .* got 100000"),
-        (["--connections", "100000000"], {}, "connections must be at most .* got 100000000"),
-        (["--deadline-s", "inf"], {}, "--deadline-s is .*inf"),
-        (["--precision", "int8-dynamic"], {}, "precision must .* got 'int8-dynamic'"),
-        (["--device", "tpu"], {}, "device is 'tpu'"),
-        (["--device", "cuda", "--precision", "int8"], {}, "precision must be bf16, fp16 or fp32 on cuda, got 'int8'"),
-        (["--device", "cuda", "--engine", "ray"], {}, "engine must be local on cuda, got 'ray'"),
-        (["--replicas-min", "2"], {}, "--replicas-min is for engine ray, and the engine is local. Give --engine ray"),
-        ([], {"T5ACCEL_REPLICAS": "4"}, "--replicas is for engine ray"),
-        (["--device", "cuda", "--encoder-cache-mb", "9"], {}, "--encoder-cache-mb is for device cpu"),
-        (["--log-level", "loud"], {}, "--log-level is 'loud'.*'debug', 'info'"),
-        ([], {"T5ACCEL_NEW_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_NEW_TOKENS"),
-        (["--host", "no.such.host.invalid"], {"T5ACCEL_API_KEY": "a"}, "host 'no.such.host.invalid' and port 8000"),
-    ],
-    ids=str,
-)
-def test_bad_settings_are_refused_at_the_start(
-    arguments: list[str], environment: dict[str, str], match: str, monkeypatch
-) -> None:
+@pytest.mark.parametrize(("arguments", "environment", "match"), [
+    (["--host", "0.0.0.0"], {}, "host must .* T5ACCEL_API_KEY, got '0.0.0.0'.*give --allow-unauthenticated"),
+    ([], {"T5ACCEL_API_KEY": ""}, "T5ACCEL_API_KEY must not be empty"),
+    ([], {"T5ACCEL_API_KEY": " "}, "T5ACCEL_API_KEY must be printable ASCII without blanks"),
+    ([], {"T5ACCEL_API_KEY": "geheim\n"}, "newline"),
+    ([], {"T5ACCEL_APIKEY": "geheim"}, "T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY"),
+    ([], {"T5ACCEL_MAX_BATCH_ROW": "8"}, "Rename it to T5ACCEL_MAX_BATCH_ROWS"),
+    (["--threads", "100000"], {}, "threads must be at most .* got 100000"),
+    (["--connections", "100000000"], {}, "connections must be at most .* got 100000000"),
+    (["--deadline-s", "inf"], {}, "--deadline-s is .*inf"),
+    (["--precision", "int8-dynamic"], {}, "precision must .* got 'int8-dynamic'"),
+    (["--device", "tpu"], {}, "device is 'tpu'"),
+    (["--device", "cuda", "--precision", "int8"], {}, "precision must be bf16, fp16 or fp32 on cuda, got 'int8'"),
+    (["--device", "cuda", "--engine", "ray"], {}, "engine must be local on cuda, got 'ray'"),
+    (["--replicas-min", "2"], {}, "--replicas-min is for engine ray, and the engine is local. Give --engine ray"),
+    ([], {"T5ACCEL_REPLICAS": "4"}, "--replicas is for engine ray"),
+    (["--device", "cuda", "--encoder-cache-mb", "9"], {}, "--encoder-cache-mb is for device cpu"),
+    (["--log-level", "loud"], {}, "--log-level is 'loud'.*'debug', 'info'"),
+    ([], {"T5ACCEL_NEW_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_NEW_TOKENS"),
+    (["--host", "no.such.host.invalid"], {"T5ACCEL_API_KEY": "a"}, "host 'no.such.host.invalid' and port 8000"),
+], ids=str)  # fmt: skip
+def test_bad_settings_are_refused_at_the_start(arguments: list[str], environment, match: str, monkeypatch) -> None:
     monkeypatch.setattr(t5accel.serve.server, "open_backend", lambda *_, **__: pytest.fail("opened"))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -700,17 +663,12 @@ def test_bad_settings_are_refused_at_the_start(
     assert "geheim" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "warns"),
-    [
-        (["--host", "0.0.0.0", "--allow-unauthenticated"], {}, True),
-        (["--host", "0.0.0.0"], {"T5ACCEL_API_KEY": "geheim"}, False),
-        (["--host", "localhost"], {"T5ACCEL_SERVICE_HOST": "10.0.0.1", "T5ACCEL_CACHE": "/tmp"}, False),
-    ],
-)
-def test_good_settings_are_served(
-    arguments: list[str], environment: dict[str, str], warns: bool, monkeypatch, caplog
-) -> None:
+@pytest.mark.parametrize(("arguments", "environment", "warns"), [
+    (["--host", "0.0.0.0", "--allow-unauthenticated"], {}, True),
+    (["--host", "0.0.0.0"], {"T5ACCEL_API_KEY": "geheim"}, False),
+    (["--host", "localhost"], {"T5ACCEL_SERVICE_HOST": "10.0.0.1", "T5ACCEL_CACHE": "/tmp"}, False),
+])  # fmt: skip
+def test_good_settings_are_served(arguments: list[str], environment, warns: bool, monkeypatch, caplog) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     opened: list[Settings] = []
