@@ -99,7 +99,7 @@ def asked(
     headers: Any = (),
     content: Any = None,
     settings: Any = (),
-    **fields: Any,
+    **fields,
 ) -> httpx.Response:
     """One response of a fresh application."""
 
@@ -353,9 +353,8 @@ def test_texts_are_logged_on_request_and_probes_for_debugging_alone(caplog) -> N
         caplog.set_level("DEBUG", logger)
     got("/metrics", "/health/live")
     asked(text="hello there")
-    assert {"GET /metrics 200", "GET /health/live 200", "POST /generate 200"} <= {
-        " ".join(line.split()[:3]) for line in caplog.messages
-    }
+    for line in ("GET /metrics 200", "GET /health/live 200", "POST /generate 200"):
+        assert any(message.startswith(line) for message in caplog.messages)
     assert "hello" not in caplog.text
     assert asked(text="hello there", seed=1).status_code == 422
     assert (monitoring.open_log.name, "POST /generate 422") in [(one.name, one.message[:18]) for one in caplog.records]
@@ -584,9 +583,8 @@ def test_a_source_is_as_long_as_the_model_reads() -> None:
 
 def test_a_long_source_is_cut_on_request_and_before_it_is_tokenised(monkeypatch) -> None:
     usual, lengths = Letters.__call__, []
-    monkeypatch.setattr(
-        Letters, "__call__", lambda self, texts, **_: (lengths.extend(map(len, texts)), usual(self, texts))[1]
-    )
+    noting = lambda self, texts, **_: lengths.extend(map(len, texts)) or usual(self, texts)  # noqa: E731
+    monkeypatch.setattr(Letters, "__call__", noting)
     response = asked(text="a" * 10**5, truncate=True, settings=dict(max_source_tokens=20))
     assert lengths == [640] and response.json()["answers"][0]["source_tokens"] == 20
 
@@ -617,9 +615,8 @@ def test_the_folder_of_a_model_is_not_told(tmp_path: Path, monkeypatch, caplog) 
 
 def test_every_setting_is_a_flag_but_the_key() -> None:
     shown = CliRunner().invoke(commands, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
-    assert {name for name in Settings.model_fields if f"--{name.replace('_', '-')} " in shown} == (
-        Settings.model_fields.keys() - {"api_key"}
-    )
+    flags = {name for name in Settings.model_fields if f"--{name.replace('_', '-')} " in shown}
+    assert flags == Settings.model_fields.keys() - {"api_key"}
 
 
 def test_flags_win_over_the_environment(monkeypatch) -> None:
@@ -749,9 +746,8 @@ class Process:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = limits.pop("port", free.getsockname()[1])
-        flags = [
-            f"--{name.replace('_', '-')}={value}" for name, value in {**LIMITS, **limits, "port": self.port}.items()
-        ]
+        given = {**LIMITS, **limits, "port": self.port}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
         self.log_file = folder / f"server-{time.monotonic_ns()}.log"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "T5ACCEL_CACHE": str(folder / "cache")}
