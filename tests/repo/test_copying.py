@@ -130,41 +130,19 @@ def re_exports(package: str) -> dict[str, str]:
     return {alias.asname or alias.name: node.module for node in froms for alias in node.names}
 
 
-def examples(module: str) -> int:
-    """How many docstrings of ``module`` hold an example."""
-    return sum(">>>" in text for text in docstrings(module))
-
-
-def public_functions(module: str) -> list[str]:
-    return [
-        node.name for node in TREES[module].body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-    ]
-
-
-def require_that_examples_run(modules: list[str], root: Path) -> None:
-    """Copy each module into a folder of its own below ``root``, and run its examples there."""
-    folders = {module: root.resolve() / module for module in modules}
+@pytest.mark.parametrize("half", (0, 1))  # one for each core
+def test_examples_run_where_the_module_was_copied_to(half: int, tmp_path: Path) -> None:
+    """Each in a folder of its own."""
+    folders = {module: tmp_path.resolve() / module for module in OF_THE_PACKAGE[half::2]}
     for module, folder in folders.items():
         copy(module, folder)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": ""}
-    report = root / "report.json"
-    answer = subprocess.run(
-        [sys.executable, "-c", DRIVER, report],
-        input=json.dumps({module: str(folder) for module, folder in folders.items()}),
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command, given = [sys.executable, "-c", DRIVER, tmp_path / "report.json"], json.dumps(folders, default=str)
+    answer = subprocess.run(command, input=given, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    for module, (failures, tries, log) in json.loads(report.read_text()).items():
+    for module, (failures, tries, log) in json.loads((tmp_path / "report.json").read_text()).items():
         assert not failures, f"{module}, copied with empty __init__ files and {sorted(closure(module))}\n{log}"
         assert tries == len(example_lines(module)), f"{module}: its docstrings hold examples that were not run"
-
-
-@pytest.mark.parametrize("half", (0, 1))  # one for each core
-def test_examples_run_where_the_module_was_copied_to(half: int, tmp_path: Path) -> None:
-    require_that_examples_run(OF_THE_PACKAGE[half::2], tmp_path)
 
 
 def test_every_example_is_in_a_module_whose_examples_run() -> None:
@@ -188,10 +166,11 @@ def test_names_are_imported_from_where_they_are_defined() -> None:
 def test_a_module_of_the_package_has_an_example() -> None:
     assert WITHOUT_EXAMPLE.keys() <= MODULES.keys()
     for module in OF_THE_PACKAGE:
-        if functions := public_functions(module):
-            reason = WITHOUT_EXAMPLE.get(module)
-            assert examples(module) or reason, f"{module} offers {functions} and no `>>>` example in a docstring"
-            assert not (examples(module) and reason), f"{module} has an example now: take it off the list"
+        functions = [node.name for node in TREES[module].body if isinstance(node, ast.FunctionDef)]
+        if public := [name for name in functions if not name.startswith("_")]:
+            has_example, reason = any(">>>" in text for text in docstrings(module)), WITHOUT_EXAMPLE.get(module)
+            assert has_example or reason, f"{module} offers {public} and no `>>>` example in a docstring"
+            assert not (has_example and reason), f"{module} has an example now: take it off the list"
 
 
 def test_each_public_name_tells_shapes_errors_and_an_example() -> None:

@@ -38,16 +38,6 @@ def code_cells(path: Path) -> list[nbformat.NotebookNode]:
     return [cell for cell in read(path).cells if cell.cell_type == "code"]
 
 
-def headings(path: Path) -> list[tuple[int, str]]:
-    """(level, text) of the headings in markdown cells; `#` inside fenced code is none."""
-    found = []
-    for cell in read(path).cells:
-        if cell.cell_type == "markdown":
-            prose = re.sub(r"^```.*?^```", "", cell.source, flags=re.MULTILINE | re.DOTALL)
-            found += [(len(marks), text) for marks, text in re.findall(r"^(#{1,6})\s+(.*)$", prose, re.MULTILINE)]
-    return found
-
-
 def each_notebook(test):
     return pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)(test)
 
@@ -62,7 +52,9 @@ def test_there_are_notebooks() -> None:
 def test_it_is_small_and_was_run_once_from_top_to_bottom_without_an_error(path: Path) -> None:
     nbformat.validate(read(path))
     assert path.stat().st_size < LARGEST_FILE
-    assert [level for level, _ in headings(path)].count(1) == 1, "exactly one H1"
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(re.findall(r"^#\s", prose, re.MULTILINE)) == 1, "exactly one H1"
     for number, cell in enumerate(code_cells(path), 1):
         assert cell.execution_count == number, "restart the kernel and run all cells (empty cells have to go)"
         assert not [out for out in cell.outputs if out.output_type == "error"], f"code cell {number} failed"
@@ -123,48 +115,31 @@ def section(book: nbformat.NotebookNode, title: str) -> str:
     return "\n".join(texts)
 
 
-def beyond_the_budget(book: nbformat.NotebookNode) -> list[str]:
-    """What a notebook may not have or lacks; its first code cell sets up and is not counted."""
-    code = [cell for cell in book.cells if cell.cell_type == "code"][1:]
+@each_notebook
+def test_it_keeps_the_budgets(path: Path) -> None:
+    """See CONTRIBUTING, Add a notebook. The first code cell sets up and is not counted."""
+    book = read(path)
+    code = code_cells(path)[1:]
     lines = sorted(code_lines(cell.source) for cell in code)
     prose = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
     names = set().union(*(own_names(cell.source) for cell in code))
     data = [output.get("data", {}) for cell in code for output in cell.get("outputs", [])]
     pictures = [Image.open(io.BytesIO(base64.b64decode(one["image/png"]))) for one in data if "image/png" in one]
     everything = prose + "".join(output.get("text", "") for cell in code for output in cell.get("outputs", []))
-    found = []
-    if len(code) > 20:
-        found.append(f"{len(code)} code cells, 20 allowed")
-    if median(lines) > 8 or lines[-1] > 20:
-        found.append(f"code cells of {median(lines)} lines in the middle (8 allowed) and {lines[-1]} at most (20)")
-    if words_in(prose) > 1800:
-        found.append(f"{words_in(prose)} words, 1800 allowed")
-    if len(names) > 12:
-        found.append(f"{len(names)} names of our own, 12 allowed: {sorted(names)}")
-    if len(pictures) > 3 or any(picture.info.get("dpi", (0,))[0] < 99 for picture in pictures):
-        found.append(f"{len(pictures)} pictures (3 allowed, at 100 dpi or more)")
+    assert len(code) <= 20 and median(lines) <= 8 and lines[-1] <= 20
+    assert words_in(prose) <= 1800
+    assert len(names) <= 12, f"names of our own: {sorted(names)}"
+    assert len(pictures) <= 3 and all(picture.info.get("dpi", (0,))[0] >= 99 for picture in pictures)
     for word in ("You will be able to", "Needs", "Minutes", "GPU"):
-        if f"**{word}" not in book.cells[0].source:
-            found.append(f"no **{word}** in the header")
+        assert f"**{word}" in book.cells[0].source
     for title in ("Predict", "Your turn", "What we saw", "Take it home", "Exercises", "Sources"):
-        if not section(book, title):
-            found.append(f"no section {title!r}")
-    if not 4 <= len(set(re.findall(r"\]\((https?://[^)]+)\)", section(book, "Sources")))) <= 8:
-        found.append("4 to 8 linked sources wanted")
-    if not any("your-turn" in cell.metadata.get("tags", []) for cell in code):
-        found.append("no cell with the tag your-turn")
+        assert section(book, title), f"no section {title!r}"
+    assert 4 <= len(set(re.findall(r"\]\((https?://[^)]+)\)", section(book, "Sources")))) <= 8, "linked sources"
+    assert any("your-turn" in cell.metadata.get("tags", []) for cell in code)
     predicted = {*re.findall(r"\*\*Prediction (\d)", prose)}
-    judged = {*re.findall(r"Prediction (\d) (?:held|missed)", section(book, "What we saw"))}
-    if not predicted or predicted != judged:
-        found.append(f"predictions {sorted(predicted)} made, {sorted(judged)} judged in 'What we saw'")
-    if re.search(r"\bC\d\d[a-d]?\b|-dirty\b|CHANGELOG|CONTRIBUTING", everything):
-        found.append("the project's history or a claim's identifier")
-    return found
-
-
-@each_notebook
-def test_it_keeps_the_budgets(path: Path) -> None:
-    assert not beyond_the_budget(read(path)), f"{path.name}: see CONTRIBUTING, Add a notebook"
+    assert predicted == {*re.findall(r"Prediction (\d) (?:held|missed)", section(book, "What we saw"))} != set()
+    history = r"\bC\d\d[a-d]?\b|-dirty\b|CHANGELOG|CONTRIBUTING"
+    assert not re.search(history, everything), "the project's history or a claim's identifier"
     recorded = json.loads((ROOT / "data" / "results" / "course.json").read_text(encoding="utf-8"))["rows"]
     assert next(row["seconds"] for row in recorded if row["notebook"] == path.name) <= LONGEST_S
 
