@@ -488,7 +488,7 @@ def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(tmp_path: Path
         ("gone", path.unlink, "No such file"),
         ("changed", lambda: path.write_bytes(b"{}\n" * 9), "was written to since"),
         ("changed, and its time put back", altered, "was written to since"),
-        ("full", lambda: monkeypatch.setattr(output, "flush", no_space), "on device. What is done is kept"),
+        ("full", lambda: monkeypatch.setattr(output, "flush", no_space), "No space left on device. What is done is"),
     ):
         at_shard(1, trouble)
         with pytest.raises(JobError, match=sentence):
@@ -705,7 +705,7 @@ def test_the_command_reports_and_resumes(tmp_path: Path, exported_mini: Path, mo
     assert again.exit_code == 0 and again.stdout == f"{out}: 0 rows answered, 0 tokens, 2 were done before\n"
     for flag, value, sentence in (
         ("--beams", "4", "its beams is 1, here it is 4"),
-        ("--shard-rows", "7", "its shard_"),
+        ("--shard-rows", "7", "its shard_rows is"),
     ):
         other = command(flag, value)
         assert other.exit_code == 2 and sentence in other.stderr.splitlines()[-1]
