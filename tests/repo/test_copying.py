@@ -13,10 +13,11 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
-from test_layout import MODULES, ROOT, own_imports
+from test_layout import MODULES, ROOT, TREES, own_imports
 
 import t5accel
 
@@ -76,10 +77,10 @@ with open(sys.argv[1], "w") as file:
 
 def docstrings(module: str) -> list[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    return [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
+    return [ast.get_docstring(node) or "" for node in ast.walk(TREES[module]) if isinstance(node, documented)]
 
 
+@cache
 def example_lines(module: str) -> list[str]:
     return [line.source for text in docstrings(module) for line in doctest.DocTestParser().get_examples(text)]
 
@@ -124,46 +125,24 @@ def copy(module: str, folder: Path) -> None:
 
 def re_exports(package: str) -> dict[str, str]:
     """Name -> defining module, for what the ``__init__`` of ``package`` passes on; nothing for a plain module."""
-    path = MODULES[package]
-    tree = ast.parse(path.read_text(encoding="utf-8") if path.name == "__init__.py" else "")
-    froms = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+    body = TREES[package].body if MODULES[package].name == "__init__.py" else []
+    froms = [node for node in body if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.asname or alias.name: node.module for node in froms for alias in node.names}
-
-
-def examples(module: str) -> int:
-    """How many docstrings of ``module`` hold an example."""
-    return sum(">>>" in text for text in docstrings(module))
-
-
-def public_functions(module: str) -> list[str]:
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-
-
-def require_that_examples_run(modules: list[str], root: Path) -> None:
-    """Copy each module into a folder of its own below ``root``, and run its examples there."""
-    folders = {module: root.resolve() / module for module in modules}
-    for module, folder in folders.items():
-        copy(module, folder)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": ""}
-    report = root / "report.json"
-    answer = subprocess.run(
-        [sys.executable, "-c", DRIVER, report],
-        input=json.dumps({module: str(folder) for module, folder in folders.items()}),
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    for module, (failures, tries, log) in json.loads(report.read_text()).items():
-        assert not failures, f"{module}, copied with empty __init__ files and {sorted(closure(module))}\n{log}"
-        assert tries == len(example_lines(module)), f"{module}: its docstrings hold examples that were not run"
 
 
 @pytest.mark.parametrize("half", (0, 1))  # one for each core
 def test_examples_run_where_the_module_was_copied_to(half: int, tmp_path: Path) -> None:
-    require_that_examples_run(OF_THE_PACKAGE[half::2], tmp_path)
+    """Each in a folder of its own."""
+    folders = {module: tmp_path.resolve() / module for module in OF_THE_PACKAGE[half::2]}
+    for module, folder in folders.items():
+        copy(module, folder)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": ""}
+    command, given = [sys.executable, "-c", DRIVER, tmp_path / "report.json"], json.dumps(folders, default=str)
+    answer = subprocess.run(command, input=given, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    for module, (failures, tries, log) in json.loads((tmp_path / "report.json").read_text()).items():
+        assert not failures, f"{module}, copied with empty __init__ files and {sorted(closure(module))}\n{log}"
+        assert tries == len(example_lines(module)), f"{module}: its docstrings hold examples that were not run"
 
 
 def test_every_example_is_in_a_module_whose_examples_run() -> None:
@@ -185,11 +164,13 @@ def test_names_are_imported_from_where_they_are_defined() -> None:
 
 
 def test_a_module_of_the_package_has_an_example() -> None:
+    assert WITHOUT_EXAMPLE.keys() <= MODULES.keys()
     for module in OF_THE_PACKAGE:
-        if functions := public_functions(module):
-            reason = WITHOUT_EXAMPLE.get(module)
-            assert examples(module) or reason, f"{module} offers {functions} and no `>>>` example in a docstring"
-            assert not (examples(module) and reason), f"{module} has an example now: take it off the list"
+        functions = [node.name for node in TREES[module].body if isinstance(node, ast.FunctionDef)]
+        if public := [name for name in functions if not name.startswith("_")]:
+            has_example, reason = any(">>>" in text for text in docstrings(module)), WITHOUT_EXAMPLE.get(module)
+            assert has_example or reason, f"{module} offers {public} and no `>>>` example in a docstring"
+            assert not (has_example and reason), f"{module} has an example now: take it off the list"
 
 
 def test_each_public_name_tells_shapes_errors_and_an_example() -> None:
@@ -200,7 +181,3 @@ def test_each_public_name_tells_shapes_errors_and_an_example() -> None:
         assert ">>> " in told and re.search(r"Raises:|Raises ``\w+Error", told), name
         tensors = hasattr(thing, "embed") or "input_ids" in inspect.signature(thing).parameters
         assert not tensors or re.search(r"\([BNn]( \* \w)?,", told), f"{name}: with which shapes?"
-
-
-def test_the_list_of_exceptions_is_current() -> None:
-    assert WITHOUT_EXAMPLE.keys() <= MODULES.keys()

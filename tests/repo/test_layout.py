@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def lines_of(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
+@cache
 def own_imports(module: str, *, with_types: bool = True) -> set[str]:
     """The modules of ours that ``module`` imports, inside functions too, or names in a string of its own."""
     tree, path = TREES[module], MODULES[module]

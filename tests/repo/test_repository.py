@@ -45,12 +45,8 @@ def tracked_files() -> Iterator[Path]:
 
 def test_files_name_no_registry_and_no_path_of_one_machine() -> None:
     hosts = [
-        "py" + "pi.org",
-        "python" + "hosted.org",
-        "download." + "pytorch.org",
-        "ana" + "conda.org",
-        "npm" + "js.org",
-    ]
+        "py" + "pi.org", "python" + "hosted.org", "download." + "pytorch.org", "ana" + "conda.org", "npm" + "js.org",
+    ]  # fmt: skip
     forbidden = re.compile(r"(?<![\w.~-])/(?:root|home|work|opt|Users)/|" + "|".join(map(re.escape, hosts)))
     for path in tracked_files():
         try:
@@ -156,20 +152,17 @@ def test_the_wheelhouse_holds_the_tested_versions(given: tuple[str, ...], extras
     assert f'pip install --no-index --find-links wheelhouse "t5accel[{extras}]"' in text
 
 
-def test_what_loads_models_loads_their_tokenizers() -> None:
-    """Marian's class imports it, and conversions of other families' vocabularies do."""
-    assert "sentencepiece" in {canonicalize_name(wanted.name) for wanted in requirements_of(["cpu"])}
-
-
-def test_the_notebooks_extra_brings_no_server() -> None:
-    brought = {canonicalize_name(wanted.name) for wanted in requirements_of(["notebooks"])}
+def test_what_extras_bring() -> None:
+    """Marian's class imports sentencepiece, and conversions of other families' vocabularies do."""
+    of_cpu, brought = (
+        {canonicalize_name(wanted.name) for wanted in requirements_of([extra])} for extra in ("cpu", "notebooks")
+    )
+    assert "sentencepiece" in of_cpu
     assert not brought & {"jupyterlab", "notebook", "ipykernel", "ipywidgets"}, "on Colab these stay as they are"
 
-
-def test_the_two_runtimes_exclude_each_other() -> None:
     for variable in ("EXTRAS", "EXTRAS_V5"):
         extras = re.search(rf"^{variable} := (\S+)$", MAKEFILE, re.MULTILINE).group(1).split(",")
-        assert "cpu" in extras and "gpu" not in extras
+        assert "cpu" in extras and "gpu" not in extras, "the two runtimes exclude each other"
 
 
 def test_no_word_is_misspelt() -> None:

@@ -44,10 +44,6 @@ def run(folder: Path, tmp_path: Path, **variables: str) -> tuple[subprocess.Comp
     return answer, log.read_text().splitlines() if log.exists() else []
 
 
-def test_it_is_short_enough_to_be_read() -> None:
-    assert sum(bool(line.strip()) for line in SETUP.splitlines()) <= 4
-
-
 def test_in_a_checkout_it_finds_the_course_beside_the_notebooks_and_installs_nothing(tmp_path: Path) -> None:
     answer, asked = run(ROOT / "notebooks", tmp_path)
     assert answer.returncode == 0, answer.stderr

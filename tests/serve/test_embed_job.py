@@ -55,6 +55,10 @@ def written(path: Path, texts: list[Any] | None = None) -> Path:
     return path
 
 
+def not_reached(self: Any, texts: list[str], **_: Any) -> None:
+    assert not texts, "embedded"
+
+
 def left(folder: Path) -> list[str]:
     """The files of a folder but the locks."""
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
@@ -91,20 +95,15 @@ def test_a_file_without_rows_makes_a_matrix_without_rows(tmp_path, encoder, kind
     assert parquet.read_table(tmp_path / "out.parquet").num_rows == 0
 
 
-@pytest.mark.parametrize(
-    ("texts", "match"),
-    [
-        ([*TEXTS[:9], " "], "in.jsonl, row 10: an empty text. Nothing was written."),
-        ([*TEXTS[:5], 7], "in.jsonl, row 6: not a text but 7. Nothing"),
-        ([*TEXTS[:6], "word " * 60, "a"], "in.jsonl, row 7: .*at most max_source_tokens, 40, got 61.* Nothing was"),
-    ],
-)
+@pytest.mark.parametrize(("texts", "match"), [
+    ([*TEXTS[:9], " "], "in.jsonl, row 10: an empty text. Nothing was written."),
+    ([*TEXTS[:5], 7], "in.jsonl, row 6: not a text but 7. Nothing"),
+    ([*TEXTS[:6], "word " * 60, "a"], "in.jsonl, row 7: .*at most max_source_tokens, 40, got 61.* Nothing was"),
+])  # fmt: skip
 def test_a_row_without_an_embedding_ends_the_job_before_the_first_by_name(
     tmp_path, encoder, texts, match, monkeypatch
 ) -> None:
-    monkeypatch.setattr(
-        AcceleratedEncoder, "embed", lambda self, texts, **_: pytest.fail("embedded") if texts else None
-    )
+    monkeypatch.setattr(AcceleratedEncoder, "embed", not_reached)
     path, out = written(tmp_path / "in.jsonl", texts), tmp_path / "out.npy"
     out.write_bytes(b"of before")
     with pytest.raises(InputError, match=match):
@@ -145,8 +144,7 @@ def test_numbers_that_are_not_finite_and_a_changed_input_end_the_job(tmp_path, e
 
 
 def test_what_cannot_be_read_or_written_is_refused_before_anything_is_embedded(tmp_path, encoder, monkeypatch) -> None:
-    embed = lambda self, texts, **_: pytest.fail("embedded") if texts else None  # noqa: E731
-    monkeypatch.setattr(AcceleratedEncoder, "embed", embed)
+    monkeypatch.setattr(AcceleratedEncoder, "embed", not_reached)
     path, mixed, twice = written(tmp_path / "in.csv"), tmp_path / "mixed.jsonl", tmp_path / "twice.csv"
     large, pipe = tmp_path / "large.jsonl", tmp_path / "pipe.txt"
     large.write_text('{"text": "a", "n": 1152921504606846977}\n' * 4 + '{"text": "b", "n": 0.5}\n')

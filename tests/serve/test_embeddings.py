@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from test_server import Process, error_of
+from test_server import Process, client_of, error_of
 from typer.testing import CliRunner
 
 import t5accel.serve.server
@@ -38,10 +38,8 @@ def encoder() -> AcceleratedEncoder:
 async def served(encoder: Any, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, EmbeddingService]]:
     """A client of the application without sockets, and its scheduler."""
     app = make_app(encoder, Settings(task="embed", **settings))
-    async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-            yield client, app.state.service.scheduler
+    async with client_of(app) as client:
+        yield client, app.state.service.scheduler
 
 
 def asked(encoder: Any, settings: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
@@ -142,26 +140,20 @@ def test_the_oldest_goes_first_with_those_that_fit_beside_it(encoder) -> None:
     assert len(short) == 3 and max(short) < 30 and len(long) == 2 and min(long) > 35
 
 
-@pytest.mark.parametrize(
-    ("fields", "match", "param"),
-    [
-        (dict(input=[[5, 6]]), "input must be a text .* Token ids are not supported", "input"),
-        (dict(input=[5, 6]), "input must be a text .* Token ids are not supported", "input"),
-        (dict(input=5), "input", None),
-        (dict(), "input", "input"),
-        (dict(input=[]), "1 to 64 texts, got 0", "input"),
-        (dict(input=["a"] * 65), "1 to 64 texts, got 65", "input"),
-        (dict(input="word " * 99), "tokens, and 20 are allowed", "input"),
-        (dict(input="a" * 700), "700 characters, and 640 are allowed", "input"),
-        (dict(input="a", dimensions=64), "dimensions must be 256 or null, got 64", "dimensions"),
-        (dict(input="a", encoding_format="int8"), "encoding_format", "encoding_format"),
-        (dict(input="a", truncate=True), "truncate is not supported", "truncate"),
-        (dict(input="a", deadline_s=-1.0), "deadline_s", "deadline_s"),
-        (dict(input="a", deadline_s=0), "deadline_s", "deadline_s"),
-        (dict(input=["a"] * 30), "counts as 30 texts, and 29 may wait", None),
-    ],
-    ids=lambda value: str(value)[:30],
-)
+@pytest.mark.parametrize(("fields", "match", "param"), [
+    (dict(input=[[5, 6]]), "input must be a text .* Token ids are not supported", "input"),
+    (dict(input=[5, 6]), "input must be a text .* Token ids are not supported", "input"),
+    (dict(input=5), "input", None), (dict(), "input", "input"), (dict(input=[]), "1 to 64 texts, got 0", "input"),
+    (dict(input=["a"] * 65), "1 to 64 texts, got 65", "input"),
+    (dict(input="word " * 99), "tokens, and 20 are allowed", "input"),
+    (dict(input="a" * 700), "700 characters, and 640 are allowed", "input"),
+    (dict(input="a", dimensions=64), "dimensions must be 256 or null, got 64", "dimensions"),
+    (dict(input="a", encoding_format="int8"), "encoding_format", "encoding_format"),
+    (dict(input="a", truncate=True), "truncate is not supported", "truncate"),
+    (dict(input="a", deadline_s=-1.0), "deadline_s", "deadline_s"),
+    (dict(input="a", deadline_s=0), "deadline_s", "deadline_s"),
+    (dict(input=["a"] * 30), "counts as 30 texts, and 29 may wait", None),
+], ids=lambda value: str(value)[:30])  # fmt: skip
 def test_mistakes_are_refused_by_name(encoder, fields, match, param) -> None:
     response = asked(encoder, dict(max_source_tokens=20, max_queue=29), **fields)
     error = error_of(response)
@@ -262,21 +254,15 @@ def test_an_error_is_that_of_its_text_alone(encoder, caplog) -> None:
     assert 't5accel_failed_total{reason="EngineError"} 2.0' in metrics.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--task", "embed", "--max-beams", "3"], "--max-beams is for task generate, and the task is embed"),
-        (["--task", "embed", "--device", "cuda"], "--device is for task generate"),
-        (["--task", "embed", "--engine", "ray"], "--engine is for task generate"),
-        (["--task", "embed", "--precision", "int8-dynamic"], "--precision must be one of fp32, bf16, .*'int8-dynamic'"),
-        (["--pooling", "first"], "--pooling is for task embed, and the task is generate"),
-        (["--normalize"], "--normalize is for task embed"),
-        (["--precision", "auto"], "--precision|precision must"),
-        (["--task", "embed", "--pooling", "none"], "--pooling is 'none'"),
-        (["--task", "classify"], "--task is 'classify'"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("arguments", "match"), [
+    (["--task", "embed", "--max-beams", "3"], "--max-beams is for task generate, and the task is embed"),
+    (["--task", "embed", "--device", "cuda"], "--device is for task generate"),
+    (["--task", "embed", "--engine", "ray"], "--engine is for task generate"),
+    (["--task", "embed", "--precision", "int8-dynamic"], "--precision must be one of fp32, bf16, .*'int8-dynamic'"),
+    (["--pooling", "first"], "--pooling is for task embed, and the task is generate"),
+    (["--normalize"], "--normalize is for task embed"), (["--precision", "auto"], "--precision|precision must"),
+    (["--task", "embed", "--pooling", "none"], "--pooling is 'none'"), (["--task", "classify"], "--task is 'classify'"),
+], ids=str)  # fmt: skip
 def test_settings_of_another_task_are_refused(arguments, match, monkeypatch) -> None:
     monkeypatch.setattr(t5accel.serve.server, "create_app", lambda _: pytest.fail("opened"))
     result = CliRunner().invoke(commands, ["serve", *arguments])
@@ -289,11 +275,7 @@ def test_every_precision_is_opened(precision, encoder) -> None:
     assert precision in (app.state.service.encoder.precision, "auto")
 
     async def ask() -> list[float]:
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client,
-        ):
+        async with client_of(app) as client:
             found = await client.post("/v1/embeddings", json={"model": "mini", "input": TEXTS[1]})
             return found.json()["data"][0]["embedding"]
 

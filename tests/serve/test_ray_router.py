@@ -60,9 +60,7 @@ def test_an_actor_answers_shards_and_returns_errors(tmp_path: Path) -> None:
     assert actors.beats == 1, "not more often than once a second"
     assert run(path, tmp_path / "local", settings=settings)[0] == ShardStats(2, 1, 2)
     assert files(tmp_path / "out") == files(tmp_path / "local")
-    assert run(path, tmp_path / "out", settings=settings) == (ShardStats(), ShardStats(2, 1, 2)), (
-        "the local engine finds all done"
-    )
+    assert run(path, tmp_path / "out", settings=settings) == (ShardStats(), ShardStats(2, 1, 2)), "all is done"
     for engine, kind, sentence in (
         (Actors(lambda _: path.rename(tmp_path / "away")), JobError, "No such file"),
         (Actors(what={"sha256": "another"}), InputError, "model of an actor must be"),
@@ -111,9 +109,7 @@ def test_missing_heartbeats_end_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
         list(ray_batch._watched(broken, lambda: 7, 9))
 
 
-def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exported_mini: Path
-) -> None:
+def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(tmp_path, monkeypatch, exported_mini) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}])
     batch, model = ["batch", str(path), str(tmp_path / "out")], ["--model", str(exported_mini)]
@@ -277,11 +273,9 @@ def test_a_router_without_replicas_is_alive_and_not_ready(monkeypatch: pytest.Mo
         await asyncio.sleep(60)
         yield {}
 
-    async def both() -> list[int]:
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(Router(nobody)), base_url="http://localhost"
-        ) as client:
+    async def all_three() -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(Router(nobody)), base_url="http://front") as client:
             return [(await client.get(path)).status_code for path in ("/health/live", "/health/ready", "/metrics")]
 
     monkeypatch.setattr(ray_router, "READY_S", 0.1)
-    assert asyncio.run(both()) == [200, 503, 200]
+    assert asyncio.run(all_three()) == [200, 503, 200]

@@ -83,6 +83,10 @@ def stepped(backend: Any = None, **limits: Any) -> tuple[Scheduler, Clock]:
     return Scheduler(backend or Joining(), SchedulerLimits(**limits), clock=clock, thread=False), clock
 
 
+def submit(scheduler: Scheduler, ids: list[int], **options: Any) -> RequestHandle:
+    return scheduler.submit(GenerationRequest(ids, **options))
+
+
 def run(scheduler: Scheduler, most: int = 10_000) -> int:
     """Step until no work remains; return the number of steps."""
     for count in range(1, most):
@@ -127,11 +131,8 @@ def jobs(draw: st.DrawFn, longest: int = 12) -> GenerationRequest:
         options.update(length_penalty=draw(st.sampled_from([1.0, 0.0, 2.0])))
         options.update(early_stopping=draw(st.sampled_from([False, True, "never"])))
     if kind == "drawn":
-        options.update(
-            sampling=draw(
-                st.sampled_from([SamplingParams(), SamplingParams(top_k=3), SamplingParams(repetition_penalty=1.5)])
-            )
-        )
+        params = [SamplingParams(), SamplingParams(top_k=3), SamplingParams(repetition_penalty=1.5)]
+        options.update(sampling=draw(st.sampled_from(params)))
         options.update(seed=draw(st.integers(0, 9)), num_return_sequences=draw(st.integers(1, 3)))
     ids = rng.integers(2, 12, draw(st.integers(1, 20)))
     return GenerationRequest(ids, priority=draw(st.integers(-1, 1)), **options)
@@ -169,9 +170,7 @@ def play(scheduler: Scheduler, events: list[Event]) -> tuple[list[RequestHandle]
         TokenConstraints(suppress_tokens=(3,)),
     ]),
 )  # fmt: skip
-def test_results_are_those_of_each_request_alone(
-    events: list[Event], rows: int, kind: type[ToyBackend], cache: int, rules: TokenConstraints
-) -> None:
+def test_results_are_those_of_each_request_alone(events: list[Event], rows: int, kind, cache: int, rules) -> None:
     backend = kind()
     backend.rules = rules
     scheduler, _ = stepped(backend, rows=rows, encoder_cache_bytes=cache)
@@ -189,18 +188,18 @@ def test_results_are_those_of_each_request_alone(
 
 def test_rows_of_every_kind_share_one_step() -> None:
     scheduler, _ = stepped()
-    scheduler.submit(GenerationRequest([5, 6]))
-    scheduler.submit(GenerationRequest([7, 3], num_beams=4))
-    scheduler.submit(GenerationRequest([2], sampling=SamplingParams(), num_return_sequences=2))
+    submit(scheduler, [5, 6])
+    submit(scheduler, [7, 3], num_beams=4)
+    submit(scheduler, [2], sampling=SamplingParams(), num_return_sequences=2)
     scheduler.step()
     assert scheduler.backend.shapes == [(7, 1)], "one greedy row, four beams and two samples"
 
 
 def test_requests_join_and_leave_between_steps() -> None:
     scheduler, _ = stepped(Joining(ends=0))
-    first = scheduler.submit(GenerationRequest([5, 6], max_new_tokens=9))
+    first = submit(scheduler, [5, 6], max_new_tokens=9)
     scheduler.step()
-    second = scheduler.submit(GenerationRequest([7, 8], max_new_tokens=2))
+    second = submit(scheduler, [7, 8], max_new_tokens=2)
     run(scheduler)
     assert [count for count, _ in scheduler.backend.shapes] == [1, 2, 2] + [1] * 6
     assert second.done_s is not None and pairs(first.result(0)) == by_itself(first.request, Joining(ends=0))
@@ -208,11 +207,11 @@ def test_requests_join_and_leave_between_steps() -> None:
 
 def test_ended_rows_stay_for_a_few_steps_and_newcomers_take_their_places() -> None:
     scheduler, _ = stepped(Replacing(ends=0))
-    first, second, third = (scheduler.submit(GenerationRequest([5, 6], max_new_tokens=most)) for most in (14, 2, 3))
+    first, second, third = (submit(scheduler, [5, 6], max_new_tokens=most) for most in (14, 2, 3))
     for _ in range(3):
         scheduler.step()
     assert scheduler.rows == 1 and second.is_done and third.is_done
-    fourth = scheduler.submit(GenerationRequest([7, 8], max_new_tokens=4))
+    fourth = submit(scheduler, [7, 8], max_new_tokens=4)
     run(scheduler)
     assert [count for count, _ in scheduler.backend.shapes] == [3] * 7 + [1] * 7
     for handle in (first, second, third, fourth):
@@ -229,22 +228,20 @@ def test_sources_are_encoded_with_those_of_about_their_length() -> None:
 def test_static_batches_do_not_mix() -> None:
     scheduler, _ = stepped(Alone(ends=0))
     assert "Alone has no add_sources()" in scheduler.static_reason and not stepped()[0].static_reason
-    scheduler.submit(GenerationRequest([5, 6], max_new_tokens=3))
-    scheduler.submit(GenerationRequest([5, 6], max_new_tokens=5))
+    submit(scheduler, [5, 6], max_new_tokens=3)
+    submit(scheduler, [5, 6], max_new_tokens=5)
     scheduler.step()
-    scheduler.submit(GenerationRequest([7, 8], max_new_tokens=2))
+    submit(scheduler, [7, 8], max_new_tokens=2)
     run(scheduler)
     assert [count for count, _ in scheduler.backend.shapes] == [2, 2, 2, 1, 1, 1, 1], "the third one waits for both"
 
 
 def test_no_request_overtakes_a_larger_one() -> None:
     scheduler, _ = stepped(Joining(ends=0), rows=5)
-    scheduler.submit(GenerationRequest([5], max_new_tokens=4))
-    scheduler.submit(GenerationRequest([5], max_new_tokens=8, sampling=SamplingParams(), num_return_sequences=2))
-    beams, later = (
-        scheduler.submit(GenerationRequest([6], num_beams=4, max_new_tokens=3)),
-        scheduler.submit(GenerationRequest([7], max_new_tokens=1)),
-    )
+    submit(scheduler, [5], max_new_tokens=4)
+    submit(scheduler, [5], max_new_tokens=8, sampling=SamplingParams(), num_return_sequences=2)
+    beams = submit(scheduler, [6], num_beams=4, max_new_tokens=3)
+    later = submit(scheduler, [7], max_new_tokens=1)
     scheduler.step()
     assert (scheduler.rows, scheduler.waiting) == (3, 2), "one more row would fit, but four stand before it"
     run(scheduler)
@@ -253,9 +250,7 @@ def test_no_request_overtakes_a_larger_one() -> None:
 
 def test_higher_priority_goes_first_then_the_older_request() -> None:
     scheduler, clock = stepped(Joining(ends=0), rows=1)
-    tickets = [
-        scheduler.submit(GenerationRequest([5], max_new_tokens=2, priority=priority)) for priority in (0, 1, 0, 5, 1)
-    ]
+    tickets = [submit(scheduler, [5], max_new_tokens=2, priority=priority) for priority in (0, 1, 0, 5, 1)]
     while scheduler.step():
         clock.now += 1
     assert sorted(range(5), key=lambda i: tickets[i].done_s) == [3, 1, 4, 0, 2]
@@ -264,9 +259,9 @@ def test_higher_priority_goes_first_then_the_older_request() -> None:
 def test_low_priority_does_not_starve() -> None:
     """Each second a request of the highest priority arrives, and one is done."""
     scheduler, clock = stepped(Joining(ends=0), rows=1)
-    low = scheduler.submit(GenerationRequest([5], max_new_tokens=1))
+    low = submit(scheduler, [5], max_new_tokens=1)
     for _ in range(30):
-        scheduler.submit(GenerationRequest([6], max_new_tokens=1, priority=10**6))
+        submit(scheduler, [6], max_new_tokens=1, priority=10**6)
         scheduler.step()
         clock.now += 1
     assert low.is_done and 9 <= low.done_s <= 11
@@ -292,9 +287,9 @@ def test_the_queue_counts_tokens() -> None:
 
 def test_a_deadline_ends_waiting_and_working() -> None:
     scheduler, clock = stepped(Joining(ends=0), rows=1)
-    working = scheduler.submit(GenerationRequest([5], max_new_tokens=500, deadline_s=10.0))
-    waiting = scheduler.submit(GenerationRequest([6], deadline_s=5.0))
-    in_time = scheduler.submit(GenerationRequest([7], max_new_tokens=3, deadline_s=20.0))
+    working = submit(scheduler, [5], max_new_tokens=500, deadline_s=10.0)
+    waiting = submit(scheduler, [6], deadline_s=5.0)
+    in_time = submit(scheduler, [7], max_new_tokens=3, deadline_s=20.0)
     for _ in range(15):
         scheduler.step()
         clock.now += 1
@@ -308,24 +303,24 @@ def test_a_deadline_ends_waiting_and_working() -> None:
 def test_a_full_queue_says_when_to_retry() -> None:
     scheduler, clock = stepped(Joining(ends=0), rows=1, queue=3)
     for _ in range(2):
-        scheduler.submit(GenerationRequest([5], max_new_tokens=1))
+        submit(scheduler, [5], max_new_tokens=1)
     with pytest.raises(QueueFullError) as refused:
         scheduler.submit_all([GenerationRequest([5]), GenerationRequest([6])])
     assert refused.value.retry_after_s == 1 and scheduler.waiting == 2, "all of them or none"
     while scheduler.step():
         clock.now += 4
     for _ in range(3):
-        scheduler.submit(GenerationRequest([5], max_new_tokens=1))
+        submit(scheduler, [5], max_new_tokens=1)
     with pytest.raises(QueueFullError, match="3 requests are waiting and 3 may: try again in 12 s"):
-        scheduler.submit(GenerationRequest([5]))
+        submit(scheduler, [5])
 
 
 def test_streams_report_each_token_and_others_only_the_end() -> None:
     scheduler, _ = stepped(Joining(ends=0))
     heard: list[tuple[str, int]] = []
     tickets = {
-        "stream": scheduler.submit(GenerationRequest([5], max_new_tokens=3, stream=True)),
-        "whole": scheduler.submit(GenerationRequest([6], max_new_tokens=3)),
+        "stream": submit(scheduler, [5], max_new_tokens=3, stream=True),
+        "whole": submit(scheduler, [6], max_new_tokens=3),
     }
     for name, ticket in tickets.items():
         ticket.listener = lambda name=name, ticket=ticket: heard.append((name, len(ticket.tokens)))
@@ -337,9 +332,9 @@ def test_streams_report_each_token_and_others_only_the_end() -> None:
 def test_equal_sources_are_encoded_once() -> None:
     scheduler, _ = stepped()
     for ids in ([5, 6], [5, 6], [7]):
-        scheduler.submit(GenerationRequest(ids, num_beams=3))
+        submit(scheduler, ids, num_beams=3)
     run(scheduler)
-    again = scheduler.submit(GenerationRequest([5, 6]))
+    again = submit(scheduler, [5, 6])
     run(scheduler)
     assert (scheduler.encoded, scheduler.reused, again.reused) == (2, 2, True)
 
@@ -354,14 +349,12 @@ def test_prefill_stalls_are_bounded() -> None:
             return super().encode(input_ids, attention_mask)
 
     scheduler = Scheduler(Slow(ends=0), SchedulerLimits(max_prefill_stall_s=0.1), clock=clock, thread=False)
-    scheduler.submit(GenerationRequest([5], max_new_tokens=200))
+    submit(scheduler, [5], max_new_tokens=200)
     scheduler.step()
     stalls = []
     for number in range(40):
-        scheduler.submit(
-            GenerationRequest([5 + number % 6, *([2] * (1 + number % 3)), number % 5 + 3], max_new_tokens=3)
-        )
-    scheduler.submit(GenerationRequest([9] * 20, max_new_tokens=3))
+        submit(scheduler, [5 + number % 6, *([2] * (1 + number % 3)), number % 5 + 3], max_new_tokens=3)
+    submit(scheduler, [9] * 20, max_new_tokens=3)
     while scheduler.waiting:
         before = clock.now
         scheduler.step()
@@ -388,10 +381,10 @@ def test_prefill_takes_its_share_of_the_time(share: float, least: float, most: f
 
     limits = SchedulerLimits(rows=64, prefill_share=share, max_prefill_stall_s=1, encoder_cache_bytes=0)
     scheduler = Scheduler(Even(ends=0), limits, clock=clock, thread=False)
-    scheduler.submit(GenerationRequest([5], max_new_tokens=400))
+    submit(scheduler, [5], max_new_tokens=400)
     tickets = []
     for number in range(100):
-        tickets.append(scheduler.submit(GenerationRequest([5, 2 + number % 10], max_new_tokens=2)))
+        tickets.append(submit(scheduler, [5, 2 + number % 10], max_new_tokens=2))
         scheduler.step()
     assert least < 0.01 * len(encoded) / clock.now < most
     assert np.median(encoded) >= 0.8 / share and all(ticket.is_done for ticket in tickets[:90])
@@ -404,11 +397,11 @@ def test_key_value_bytes_count_each_row_as_long_as_the_longest() -> None:
 
     scheduler, _ = stepped(Sized(ends=0), key_value_bytes=4 * 2 * 4 * (64 + 64), source_tokens=100)
     for length in (5, 5, 100, 5):
-        scheduler.submit(GenerationRequest([7] * length, max_new_tokens=9))
+        submit(scheduler, [7] * length, max_new_tokens=9)
     scheduler.step()
     assert scheduler.rows == 2, "with the long one three rows of 128 and 64 positions would be too many"
     with pytest.raises(InputError, match="at most 4096 bytes of KV cache, got 6144"):
-        scheduler.submit(GenerationRequest([7] * 100, num_beams=4, max_new_tokens=9))
+        submit(scheduler, [7] * 100, num_beams=4, max_new_tokens=9)
     run(scheduler)
 
 
@@ -460,12 +453,12 @@ def outcomes(tickets: list[RequestHandle]) -> str:
 def test_a_failure_ends_as_few_requests_as_possible(method: str, fails: set[int], expected: str) -> None:
     scheduler, _ = stepped(Failing(method, fails, ends=0))
     lengths = (4, 6, 9)
-    tickets = [scheduler.submit(GenerationRequest([5, 6], max_new_tokens=lengths[0]))]
+    tickets = [submit(scheduler, [5, 6], max_new_tokens=lengths[0])]
     scheduler.step()
-    tickets += [scheduler.submit(GenerationRequest([7 + i, 3], max_new_tokens=n)) for i, n in enumerate(lengths[1:])]
+    tickets += [submit(scheduler, [7 + i, 3], max_new_tokens=n) for i, n in enumerate(lengths[1:])]
     run(scheduler)
     assert outcomes(tickets) == expected and scheduler.failures >= 1
-    later = scheduler.submit(GenerationRequest([9], max_new_tokens=3))
+    later = submit(scheduler, [9], max_new_tokens=3)
     run(scheduler)
     assert outcomes([later]) == "a", "the scheduler goes on"
 
@@ -478,7 +471,7 @@ def test_a_batch_that_is_too_large_ends_the_last_request_alone() -> None:
             return super().step(state, input_ids)
 
     scheduler, _ = stepped(Small(ends=0))
-    tickets = [scheduler.submit(GenerationRequest([5, 3 + i], max_new_tokens=6)) for i in range(8)]
+    tickets = [submit(scheduler, [5, 3 + i], max_new_tokens=6) for i in range(8)]
     run(scheduler)
     assert outcomes(tickets) == "aaaaaaaf", "a row that has ended leaves before the next step"
 
@@ -489,10 +482,7 @@ def test_a_failed_branch_ends_only_its_beams() -> None:
             raise MemoryError("no room for the secret text")
 
     scheduler, _ = stepped(Branching(ends=0))
-    tickets = [
-        scheduler.submit(GenerationRequest([5, 6], max_new_tokens=9)),
-        scheduler.submit(GenerationRequest([5, 6], num_beams=4)),
-    ]
+    tickets = [submit(scheduler, [5, 6], max_new_tokens=9), submit(scheduler, [5, 6], num_beams=4)]
     run(scheduler)
     assert outcomes(tickets) == "af"
 
@@ -526,7 +516,7 @@ def test_no_request_waits_for_a_dead_thread(monkeypatch) -> None:
         long.result(30)
     assert not scheduler.is_open
     with pytest.raises(ShuttingDownError):
-        scheduler.submit(GenerationRequest([5]))
+        submit(scheduler, [5])
 
 
 def test_a_lost_device_ends_the_engine_so_that_the_server_is_started_again(monkeypatch) -> None:
@@ -547,7 +537,7 @@ def test_a_lost_device_ends_the_engine_so_that_the_server_is_started_again(monke
     fatal = GenerationRequest([5], max_new_tokens=3, decoder_start_token_id=9)
     with pytest.raises(EngineError):
         scheduler.submit(fatal).result(30)
-    assert scheduler.submit(GenerationRequest([5], max_new_tokens=3)).result(30), "the device was there"
+    assert submit(scheduler, [5], max_new_tokens=3).result(30), "the device was there"
     lost.append(True)
     with pytest.raises(EngineError):
         scheduler.submit(fatal).result(30)
@@ -567,14 +557,11 @@ def test_requests_of_many_threads() -> None:
 
 def test_requests_finish_within_the_grace_period() -> None:
     scheduler, clock = stepped(Joining(ends=0), rows=2)
-    short, long = (
-        scheduler.submit(GenerationRequest([5], max_new_tokens=3)),
-        scheduler.submit(GenerationRequest([6], max_new_tokens=400)),
-    )
-    queued = scheduler.submit(GenerationRequest([7], max_new_tokens=2))
+    short, long = submit(scheduler, [5], max_new_tokens=3), submit(scheduler, [6], max_new_tokens=400)
+    queued = submit(scheduler, [7], max_new_tokens=2)
     scheduler.drain(grace_s=8.0)
     with pytest.raises(ShuttingDownError, match="takes no more requests"):
-        scheduler.submit(GenerationRequest([5]))
+        submit(scheduler, [5])
     while scheduler.step():
         clock.now += 1
     assert clock.now == 8 and len(short.result(0)[0].tokens) == 3 and len(queued.result(0)[0].tokens) == 2
@@ -587,8 +574,8 @@ def test_observations() -> None:
     clock = Clock()
     observe: Callable[[str, float], None] = lambda name, value: seen.setdefault(name, []).append(value)  # noqa: E731
     scheduler = Scheduler(Joining(ends=0), SchedulerLimits(rows=4), clock=clock, thread=False, observe=observe)
-    scheduler.submit(GenerationRequest([5], max_new_tokens=3))
-    scheduler.submit(GenerationRequest([6], max_new_tokens=2, deadline_s=1.0))
+    submit(scheduler, [5], max_new_tokens=3)
+    submit(scheduler, [6], max_new_tokens=2, deadline_s=1.0)
     while scheduler.step():
         clock.now += 1
     assert seen["first_token_s"] == [0, 0] and seen["total_s"] == [2] and seen["DeadlineError"] == [1]
@@ -598,32 +585,19 @@ def test_observations() -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (dict(input_ids=[]), "input_ids"),
-        (dict(input_ids=[[5]]), "input_ids"),
-        (dict(input_ids=[12]), "input_ids"),
-        (dict(input_ids=[5] * 41), "input_ids must be at most 40, got 41"),
-        (dict(max_new_tokens=0), "max_new_tokens"),
-        (dict(max_new_tokens=71), "max_new_tokens must be at most 70"),
-        (dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens"),
-        (dict(num_beams=5), "num_beams must be at most 4"),
-        (dict(sampling=SamplingParams(), num_return_sequences=5), "num_return_sequences must be at most 4"),
-        (dict(num_beams=0), "num_beams"),
-        (dict(num_return_sequences=2), "num_return_sequences"),
-        (dict(num_beams=2, length_penalty=float("nan")), "length_penalty"),
-        (dict(num_beams=2, early_stopping="x"), "early_stopping"),
-        (dict(sampling=SamplingParams(), num_beams=2), "num_beams"),
-        (dict(sampling="hot"), "sampling"),
-        (dict(seed=-1), "seed"),
-        (dict(priority=0.5), "priority"),
-        (dict(priority=10**7), "priority"),
-        (dict(deadline_s=float("nan")), "deadline_s"),
-        (dict(stream=True, num_beams=2), "num_beams must be 1 with stream"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "match"), [
+    (dict(input_ids=[]), "input_ids"), (dict(input_ids=[[5]]), "input_ids"), (dict(input_ids=[12]), "input_ids"),
+    (dict(input_ids=[5] * 41), "input_ids must be at most 40, got 41"), (dict(max_new_tokens=0), "max_new_tokens"),
+    (dict(max_new_tokens=71), "max_new_tokens must be at most 70"),
+    (dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens"), (dict(num_beams=5), "num_beams must be at most 4"),
+    (dict(sampling=SamplingParams(), num_return_sequences=5), "num_return_sequences must be at most 4"),
+    (dict(num_beams=0), "num_beams"), (dict(num_return_sequences=2), "num_return_sequences"),
+    (dict(num_beams=2, length_penalty=float("nan")), "length_penalty"),
+    (dict(num_beams=2, early_stopping="x"), "early_stopping"),
+    (dict(sampling=SamplingParams(), num_beams=2), "num_beams"), (dict(sampling="hot"), "sampling"),
+    (dict(seed=-1), "seed"), (dict(priority=0.5), "priority"), (dict(priority=10**7), "priority"),
+    (dict(deadline_s=float("nan")), "deadline_s"), (dict(stream=True, num_beams=2), "num_beams must be 1 with stream"),
+], ids=str)  # fmt: skip
 def test_requests_that_no_model_or_limit_allows(options: dict[str, Any], match: str) -> None:
     scheduler, _ = stepped(rows=4, source_tokens=40, new_tokens=70)
     with pytest.raises(InputError, match=match):

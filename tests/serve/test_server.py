@@ -76,13 +76,20 @@ class Slow(Joining):
 
 
 @asynccontextmanager
-async def served(backend: Any = None, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
-    """A client of the application without sockets, and its scheduler."""
-    app = make_app(backend or Joining(), Letters(), Settings(**settings))
+async def client_of(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application without sockets."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-            yield client, app.state.service.scheduler
+            yield client
+
+
+@asynccontextmanager
+async def served(backend: Any = None, **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """A client of the application around a toy, and its scheduler."""
+    app = make_app(backend or Joining(), Letters(), Settings(**settings))
+    async with client_of(app) as client:
+        yield client, app.state.service.scheduler
 
 
 def asked(
@@ -92,7 +99,7 @@ def asked(
     headers: Any = (),
     content: Any = None,
     settings: Any = (),
-    **fields: Any,
+    **fields,
 ) -> httpx.Response:
     """One response of a fresh application."""
 
@@ -161,13 +168,10 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/generate", dict(text="hi", max_new_tokens=500)),
-        ("/v1/completions", dict(prompt="hi", model="mini", max_tokens=500)),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields"), [
+    ("/generate", dict(text="hi", max_new_tokens=500)),
+    ("/v1/completions", dict(prompt="hi", model="mini", max_tokens=500)),
+])  # fmt: skip
 def test_an_error_in_a_stream_is_its_last_event(path: str, fields: dict[str, Any]) -> None:
     response = asked(path, stream=True, deadline_s=0.4, backend=Slow(0.01), **fields)
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
@@ -200,13 +204,10 @@ def test_the_description_has_each_route_and_all_its_references_lead_somewhere() 
     assert missing.status_code == 404 and "POST /v1/completions" in error_of(missing)["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "shape", "event"),
-    [
-        ("/generate", dict(text="hello", do_sample=True), schemas.GenerateResponse, schemas.GenerateEvent),
-        ("/v1/completions", dict(prompt=["a", "b"], model="mini"), *[schemas.CompletionResponse] * 2),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "shape", "event"), [
+    ("/generate", dict(text="hello", do_sample=True), schemas.GenerateResponse, schemas.GenerateEvent),
+    ("/v1/completions", dict(prompt=["a", "b"], model="mini"), *[schemas.CompletionResponse] * 2),
+])  # fmt: skip
 def test_responses_are_as_they_are_described(path: str, body: dict[str, Any], shape: Any, event: Any) -> None:
     found, refused = asked(path, **body).json(), asked(path, **body, nothing=1).json()
     assert shape.model_validate(found).model_dump() == found
@@ -235,26 +236,22 @@ def test_openai_options_without_effect_are_accepted(neutral: dict[str, Any]) -> 
     assert found.status_code == 200 and found.json()["choices"] == expected.json()["choices"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "match"),
-    [
-        (dict(prompt="a", frequency_penalty=0.5), "frequency_penalty must be 0 or null, got 0.5"),
-        (dict(prompt="a", echo=True), "echo must be false or null, got true"),
-        (dict(prompt="a", logprobs=0), "logprobs must be null, got 0"),
-        (dict(prompt="a", logit_bias={str(i): "x" for i in range(50_000)}), "logit_bias must be {} or null"),
-        (dict(prompt="a", suffix="end"), 'suffix must be "" or null'),
-        (dict(prompt="a", best_of=2), "best_of must be n, 1, or null, got 2"),
-        (dict(prompt="a", top_p=0.5), "top_p and n need a temperature"),
-        (dict(prompt=[[5, 6], [7]]), "prompt must be a text .* Token ids are not supported"),
-        (dict(prompt="a", stop=""), "stop must be up to 4 texts"),
-        (dict(prompt="a", stop=["a"] * 5), "stop must be up to 4 texts"),
-        (dict(prompt="a", stop=["a" * 300]), "stop must be up to 4 texts of 1 to 256"),
-        (dict(), "prompt"), (dict(prompt=[]), "1 to 64 texts, got 0"), (dict(prompt="a" * 99), "99 tokens"),
-        (dict(prompt="a", max_tokens=0), "at least 1, got 0"), (dict(prompt="a", max_tokens="4"), "max_tokens"),
-        (dict(prompt="a", temperature=-1.0), "temperature"), (dict(prompt="a", stream_options={}), "stream_options"),
-    ],
-    ids=lambda value: str(value)[:40],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "match"), [
+    (dict(prompt="a", frequency_penalty=0.5), "frequency_penalty must be 0 or null, got 0.5"),
+    (dict(prompt="a", echo=True), "echo must be false or null, got true"),
+    (dict(prompt="a", logprobs=0), "logprobs must be null, got 0"),
+    (dict(prompt="a", logit_bias={str(i): "x" for i in range(50_000)}), "logit_bias must be {} or null"),
+    (dict(prompt="a", suffix="end"), 'suffix must be "" or null'),
+    (dict(prompt="a", best_of=2), "best_of must be n, 1, or null, got 2"),
+    (dict(prompt="a", top_p=0.5), "top_p and n need a temperature"),
+    (dict(prompt=[[5, 6], [7]]), "prompt must be a text .* Token ids are not supported"),
+    (dict(prompt="a", stop=""), "stop must be up to 4 texts"),
+    (dict(prompt="a", stop=["a"] * 5), "stop must be up to 4 texts"),
+    (dict(prompt="a", stop=["a" * 300]), "stop must be up to 4 texts of 1 to 256"), (dict(), "prompt"),
+    (dict(prompt=[]), "1 to 64 texts, got 0"), (dict(prompt="a" * 99), "99 tokens"),
+    (dict(prompt="a", max_tokens=0), "at least 1, got 0"), (dict(prompt="a", max_tokens="4"), "max_tokens"),
+    (dict(prompt="a", temperature=-1.0), "temperature"), (dict(prompt="a", stream_options={}), "stream_options"),
+], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_openai_s_clients_are_refused_by_name_and_with_openai_s_status(fields: dict[str, Any], match: str) -> None:
     response = asked("/v1/completions", model="mini", **fields, settings=dict(max_source_tokens=20))
     error = error_of(response)
@@ -299,32 +296,9 @@ def test_an_answer_ends_before_a_stop_text_and_nothing_more_is_computed(drawn: d
         unmet = asked(**fields, backend=Slow(0), stop="never", stream=stream)
         texts = unmet.json()["answers"][0]["texts"] if not stream else [event["text"] for event in events_of(unmet)]
         assert "".join(texts) == whole
-    refused = asked(text="a", num_beams=2, stop="b")
-    assert refused.status_code == 422 and "num_beams must be 1 with stop" in error_of(refused)["message"]
 
 
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "match"),
-    [
-        (dict(), 422, "text"),
-        (dict(text=5), 422, "text"),
-        (dict(text=[]), 422, "1 to 64 texts, got 0"),
-        (dict(text="a" * 99), 413, "99 tokens, and 20 are allowed"),
-        (dict(text="a", num_beams="4"), 422, "num_beams"),
-        (dict(text="a", num_beams=True), 422, "num_beams"),
-        (dict(text="a", max_new_tokens=10**30), 422, "max_new_tokens"),
-        (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
-        (dict(text="a", deadline_s=-1.0), 422, "deadline_s"),
-        (dict(text="a", beams=4), 400, "beams is not supported"),
-    ],
-    ids=str,
-)
-def test_bad_values(fields: dict[str, Any], status: int, match: str) -> None:
-    response = asked(**fields, settings=dict(max_source_tokens=20))
-    assert response.status_code == status and re.search(match, error_of(response)["message"])
 
 
 @pytest.mark.parametrize(
@@ -379,9 +353,8 @@ def test_texts_are_logged_on_request_and_probes_for_debugging_alone(caplog) -> N
         caplog.set_level("DEBUG", logger)
     got("/metrics", "/health/live")
     asked(text="hello there")
-    assert {"GET /metrics 200", "GET /health/live 200", "POST /generate 200"} <= {
-        " ".join(line.split()[:3]) for line in caplog.messages
-    }
+    for line in ("GET /metrics 200", "GET /health/live 200", "POST /generate 200"):
+        assert any(message.startswith(line) for message in caplog.messages)
     assert "hello" not in caplog.text
     assert asked(text="hello there", seed=1).status_code == 422
     assert (monitoring.open_log.name, "POST /generate 422") in [(one.name, one.message[:18]) for one in caplog.records]
@@ -495,59 +468,48 @@ async def through_the_guard(path: str, *headers: tuple[bytes, bytes], **settings
 HOST, JSON = (b"host", b"localhost:8000"), (b"content-type", b"application/json")
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "status"),
-    [
-        ("/health/live", [(b"content-length", b"5")], 200),
-        ("/health/live", [(b"host", b"evil.example")], 200),
-        ("/generate", [HOST, JSON, (b"content-length", b"5")], 401),
-        ("/generate", [(b"host", b"evil.example"), JSON], 421),
-        ("/generate", [HOST, JSON, (b"content-length", b"5"), (b"transfer-encoding", b"chunked")], 400),
-        ("/generate", [HOST, (b"authorization", b"BEARER  geheim"), (b"content-type", b"text/plain")], 415),
-        ("/generate", [HOST, (b"authorization", b"bearer geheim")], 415),
-        ("/generate", [HOST, JSON, (b"authorization", b"bearer geheim"), (b"content-length", b"2000000")], 413),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_bad_headers_are_refused_before_the_body_is_read(
-    path: str, headers: list[Any], status: int, monkeypatch
-) -> None:
+@pytest.mark.parametrize(("path", "headers", "status"), [
+    ("/health/live", [(b"content-length", b"5")], 200), ("/health/live", [(b"host", b"evil.example")], 200),
+    ("/generate", [HOST, JSON, (b"content-length", b"5")], 401), ("/generate", [(b"host", b"evil.example"), JSON], 421),
+    ("/generate", [HOST, JSON, (b"content-length", b"5"), (b"transfer-encoding", b"chunked")], 400),
+    ("/generate", [HOST, (b"authorization", b"BEARER  geheim"), (b"content-type", b"text/plain")], 415),
+    ("/generate", [HOST, (b"authorization", b"bearer geheim")], 415),
+    ("/generate", [HOST, JSON, (b"authorization", b"bearer geheim"), (b"content-length", b"2000000")], 413),
+], ids=str)  # fmt: skip
+def test_bad_headers_are_refused_before_the_body_is_read(path: str, headers, status: int, monkeypatch) -> None:
     monkeypatch.setenv("T5ACCEL_API_KEY", "geheim")
     found = asyncio.run(through_the_guard(path, *headers))
     assert found[b"status"] == status and (status == 200 or found[b"connection"] == b"close")
 
 
-@pytest.mark.parametrize(
-    ("settings", "host", "status"),
-    [
-        (dict(), b"localhost:80", 200), (dict(), b"[::1]:8000", 200), (dict(), b"127.0.0.1", 200),
-        (dict(), b"localhost.evil.example", 421), (dict(allowed_hosts="a.example, b.example"), b"B.example:1", 200),
-        (dict(allowed_hosts="*"), b"evil.example", 200), (dict(host="0.0.0.0"), b"any.example", 200),
-        (dict(host="0.0.0.0", allowed_hosts="a.example"), b"any.example", 421),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "host", "status"), [
+    (dict(), b"localhost:80", 200), (dict(), b"[::1]:8000", 200), (dict(), b"127.0.0.1", 200),
+    (dict(), b"localhost.evil.example", 421), (dict(allowed_hosts="a.example, b.example"), b"B.example:1", 200),
+    (dict(allowed_hosts="*"), b"evil.example", 200), (dict(host="0.0.0.0"), b"any.example", 200),
+    (dict(host="0.0.0.0", allowed_hosts="a.example"), b"any.example", 421),
+], ids=str)  # fmt: skip
 def test_allowed_host_headers(settings: dict[str, Any], host: bytes, status: int) -> None:
     assert asyncio.run(through_the_guard("/docs", (b"host", host), **settings))[b"status"] == status
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "match"),
-    [
-        (dict(text="a" * 700), 413, "700 characters, and 640 are allowed"),
-        (dict(text=["a", "b" * 10**5]), 413, "100000 characters"),
-        (dict(text=[5] * 100_000), 422, "text must be a text or a list of texts"),
-        (dict(text=["a"] * 100_000), 422, "1 to 64 texts, got 100000"),
-        (dict(text="a", **{f"f{i}": 1 for i in range(50_000)}), 400, "f0 is not supported"),
-        (dict(text="a", num_beams=9), 422, "num_beams must be at most 8"),
-        (dict(text="a", do_sample=True, num_return_sequences=9), 422, "num_return_sequences must be at most 8"),
-        (dict(text=["a"] * 5, max_new_tokens=99), 422, "counts as 500 tokens, and 400 may wait"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_bad_requests_are_refused_before_tokenization(
-    fields: dict[str, Any], status: int, match: str, monkeypatch
-) -> None:
+@pytest.mark.parametrize(("fields", "status", "match"), [
+    (dict(), 422, "text"), (dict(text=5), 422, "text"), (dict(text=[]), 422, "1 to 64 texts, got 0"),
+    (dict(text="a", num_beams="4"), 422, "num_beams"), (dict(text="a", num_beams=True), 422, "num_beams"),
+    (dict(text="a", max_new_tokens=10**30), 422, "max_new_tokens"),
+    (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
+    (dict(text="a", deadline_s=-1.0), 422, "deadline_s"),
+    (dict(text="a", num_beams=2, stop="b"), 422, "num_beams must be 1 with stop"),
+    (dict(text="a", beams=4), 400, "beams is not supported"),
+    (dict(text="a" * 700), 413, "700 characters, and 640 are allowed"),
+    (dict(text=["a", "b" * 10**5]), 413, "100000 characters"),
+    (dict(text=[5] * 100_000), 422, "text must be a text or a list of texts"),
+    (dict(text=["a"] * 100_000), 422, "1 to 64 texts, got 100000"),
+    (dict(text="a", **{f"f{i}": 1 for i in range(50_000)}), 400, "f0 is not supported"),
+    (dict(text="a", num_beams=9), 422, "num_beams must be at most 8"),
+    (dict(text="a", do_sample=True, num_return_sequences=9), 422, "num_return_sequences must be at most 8"),
+    (dict(text=["a"] * 5, max_new_tokens=99), 422, "counts as 500 tokens, and 400 may wait"),
+], ids=lambda value: str(value)[:40])  # fmt: skip
+def test_bad_requests_are_refused_before_tokenization(fields, status: int, match: str, monkeypatch) -> None:
     monkeypatch.setattr(Letters, "__call__", lambda *_, **__: pytest.fail("tokenised"))
     began = time.perf_counter()
     response = asked(**fields, settings=dict(max_source_tokens=20, max_queued_tokens=400))
@@ -621,9 +583,8 @@ def test_a_source_is_as_long_as_the_model_reads() -> None:
 
 def test_a_long_source_is_cut_on_request_and_before_it_is_tokenised(monkeypatch) -> None:
     usual, lengths = Letters.__call__, []
-    monkeypatch.setattr(
-        Letters, "__call__", lambda self, texts, **_: (lengths.extend(map(len, texts)), usual(self, texts))[1]
-    )
+    noting = lambda self, texts, **_: lengths.extend(map(len, texts)) or usual(self, texts)  # noqa: E731
+    monkeypatch.setattr(Letters, "__call__", noting)
     response = asked(text="a" * 10**5, truncate=True, settings=dict(max_source_tokens=20))
     assert lengths == [640] and response.json()["answers"][0]["source_tokens"] == 20
 
@@ -654,9 +615,8 @@ def test_the_folder_of_a_model_is_not_told(tmp_path: Path, monkeypatch, caplog) 
 
 def test_every_setting_is_a_flag_but_the_key() -> None:
     shown = CliRunner().invoke(commands, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
-    assert {name for name in Settings.model_fields if f"--{name.replace('_', '-')} " in shown} == (
-        Settings.model_fields.keys() - {"api_key"}
-    )
+    flags = {name for name in Settings.model_fields if f"--{name.replace('_', '-')} " in shown}
+    assert flags == Settings.model_fields.keys() - {"api_key"}
 
 
 def test_flags_win_over_the_environment(monkeypatch) -> None:
@@ -670,34 +630,28 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
     assert result.exit_code == 2 and "--max-batch-rows is 0" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "match"),
-    [
-        (["--host", "0.0.0.0"], {}, "host must .* T5ACCEL_API_KEY, got '0.0.0.0'.*give --allow-unauthenticated"),
-        ([], {"T5ACCEL_API_KEY": ""}, "T5ACCEL_API_KEY must not be empty"),
-        ([], {"T5ACCEL_API_KEY": " "}, "T5ACCEL_API_KEY must be printable ASCII without blanks"),
-        ([], {"T5ACCEL_API_KEY": "geheim\n"}, "newline"),
-        ([], {"T5ACCEL_APIKEY": "geheim"}, "T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY"),
-        ([], {"T5ACCEL_MAX_BATCH_ROW": "8"}, "Rename it to T5ACCEL_MAX_BATCH_ROWS"),
-        (["--threads", "100000"], {}, "threads must be at most .* got 100000"),
-        (["--connections", "100000000"], {}, "connections must be at most .* got 100000000"),
-        (["--deadline-s", "inf"], {}, "--deadline-s is .*inf"),
-        (["--precision", "int8-dynamic"], {}, "precision must .* got 'int8-dynamic'"),
-        (["--device", "tpu"], {}, "device is 'tpu'"),
-        (["--device", "cuda", "--precision", "int8"], {}, "precision must be bf16, fp16 or fp32 on cuda, got 'int8'"),
-        (["--device", "cuda", "--engine", "ray"], {}, "engine must be local on cuda, got 'ray'"),
-        (["--replicas-min", "2"], {}, "--replicas-min is for engine ray, and the engine is local. Give --engine ray"),
-        ([], {"T5ACCEL_REPLICAS": "4"}, "--replicas is for engine ray"),
-        (["--device", "cuda", "--encoder-cache-mb", "9"], {}, "--encoder-cache-mb is for device cpu"),
-        (["--log-level", "loud"], {}, "--log-level is 'loud'.*'debug', 'info'"),
-        ([], {"T5ACCEL_NEW_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_NEW_TOKENS"),
-        (["--host", "no.such.host.invalid"], {"T5ACCEL_API_KEY": "a"}, "host 'no.such.host.invalid' and port 8000"),
-    ],
-    ids=str,
-)
-def test_bad_settings_are_refused_at_the_start(
-    arguments: list[str], environment: dict[str, str], match: str, monkeypatch
-) -> None:
+@pytest.mark.parametrize(("arguments", "environment", "match"), [
+    (["--host", "0.0.0.0"], {}, "host must .* T5ACCEL_API_KEY, got '0.0.0.0'.*give --allow-unauthenticated"),
+    ([], {"T5ACCEL_API_KEY": ""}, "T5ACCEL_API_KEY must not be empty"),
+    ([], {"T5ACCEL_API_KEY": " "}, "T5ACCEL_API_KEY must be printable ASCII without blanks"),
+    ([], {"T5ACCEL_API_KEY": "geheim\n"}, "newline"),
+    ([], {"T5ACCEL_APIKEY": "geheim"}, "T5ACCEL_APIKEY is no setting. Rename it to T5ACCEL_API_KEY"),
+    ([], {"T5ACCEL_MAX_BATCH_ROW": "8"}, "Rename it to T5ACCEL_MAX_BATCH_ROWS"),
+    (["--threads", "100000"], {}, "threads must be at most .* got 100000"),
+    (["--connections", "100000000"], {}, "connections must be at most .* got 100000000"),
+    (["--deadline-s", "inf"], {}, "--deadline-s is .*inf"),
+    (["--precision", "int8-dynamic"], {}, "precision must .* got 'int8-dynamic'"),
+    (["--device", "tpu"], {}, "device is 'tpu'"),
+    (["--device", "cuda", "--precision", "int8"], {}, "precision must be bf16, fp16 or fp32 on cuda, got 'int8'"),
+    (["--device", "cuda", "--engine", "ray"], {}, "engine must be local on cuda, got 'ray'"),
+    (["--replicas-min", "2"], {}, "--replicas-min is for engine ray, and the engine is local. Give --engine ray"),
+    ([], {"T5ACCEL_REPLICAS": "4"}, "--replicas is for engine ray"),
+    (["--device", "cuda", "--encoder-cache-mb", "9"], {}, "--encoder-cache-mb is for device cpu"),
+    (["--log-level", "loud"], {}, "--log-level is 'loud'.*'debug', 'info'"),
+    ([], {"T5ACCEL_NEW_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_NEW_TOKENS"),
+    (["--host", "no.such.host.invalid"], {"T5ACCEL_API_KEY": "a"}, "host 'no.such.host.invalid' and port 8000"),
+], ids=str)  # fmt: skip
+def test_bad_settings_are_refused_at_the_start(arguments: list[str], environment, match: str, monkeypatch) -> None:
     monkeypatch.setattr(t5accel.serve.server, "open_backend", lambda *_, **__: pytest.fail("opened"))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -706,17 +660,12 @@ def test_bad_settings_are_refused_at_the_start(
     assert "geheim" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "warns"),
-    [
-        (["--host", "0.0.0.0", "--allow-unauthenticated"], {}, True),
-        (["--host", "0.0.0.0"], {"T5ACCEL_API_KEY": "geheim"}, False),
-        (["--host", "localhost"], {"T5ACCEL_SERVICE_HOST": "10.0.0.1", "T5ACCEL_CACHE": "/tmp"}, False),
-    ],
-)
-def test_good_settings_are_served(
-    arguments: list[str], environment: dict[str, str], warns: bool, monkeypatch, caplog
-) -> None:
+@pytest.mark.parametrize(("arguments", "environment", "warns"), [
+    (["--host", "0.0.0.0", "--allow-unauthenticated"], {}, True),
+    (["--host", "0.0.0.0"], {"T5ACCEL_API_KEY": "geheim"}, False),
+    (["--host", "localhost"], {"T5ACCEL_SERVICE_HOST": "10.0.0.1", "T5ACCEL_CACHE": "/tmp"}, False),
+])  # fmt: skip
+def test_good_settings_are_served(arguments: list[str], environment, warns: bool, monkeypatch, caplog) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     opened: list[Settings] = []
@@ -757,9 +706,7 @@ def test_torch_static_serves_what_the_cpu_engine_serves(mini, monkeypatch) -> No
     assert (given["device"], given["precision"]) == ("cuda", "bf16")
 
     async def ask() -> None:
-        async with app.router.lifespan_context(app), httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
-        ) as client:  # fmt: skip
+        async with client_of(app) as client:
             for more in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 1}):
                 found = await client.post("/generate", json={"text": TEXT, "max_new_tokens": 20, **more})
                 assert found.json()["answers"][0]["texts"] == ["Je suis fatigué."]
@@ -799,9 +746,8 @@ class Process:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = limits.pop("port", free.getsockname()[1])
-        flags = [
-            f"--{name.replace('_', '-')}={value}" for name, value in {**LIMITS, **limits, "port": self.port}.items()
-        ]
+        given = {**LIMITS, **limits, "port": self.port}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
         self.log_file = folder / f"server-{time.monotonic_ns()}.log"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "T5ACCEL_CACHE": str(folder / "cache")}

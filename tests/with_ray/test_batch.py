@@ -131,12 +131,10 @@ def end(processes: list[psutil.Process]) -> None:
 
 
 VICTIMS: dict[str, Callable[[subprocess.Popen], list[psutil.Process]]] = {
-    "the driver": lambda process: tree(process)[:1],
-    "an actor": lambda process: named(process, "MapWorker")[:1],
+    "the driver": lambda process: tree(process)[:1], "an actor": lambda process: named(process, "MapWorker")[:1],
     "who counts the beats": lambda process: named(process, "ray::Heartbeat"),
-    "a machine": lambda process: named(process, "raylet/raylet"),
-    "all of it": tree,
-}
+    "a machine": lambda process: named(process, "raylet/raylet"), "all of it": tree,
+}  # fmt: skip
 
 
 def said(process: subprocess.Popen) -> tuple[str, str]:
@@ -199,9 +197,7 @@ def cluster() -> Iterator[str]:
     end(tree(process))
 
 
-def test_the_command_gives_shards_to_a_cluster_that_is_there(
-    cluster: str, given: Path, exported_mini: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_the_command_gives_shards_to_a_cluster_that_is_there(cluster, given, exported_mini, expected, tmp_path) -> None:
     command = [PYTHON, "-m", "t5accel", "batch", given, tmp_path / "out", "--model", exported_mini, "--threads", "1"]
     command += ["--prefix", SETTINGS.prefix, "--beams", SETTINGS.beams, "--max-new-tokens", SETTINGS.max_new_tokens]
     command += ["--engine", "ray", "--address", cluster]
@@ -216,9 +212,7 @@ def test_the_command_gives_shards_to_a_cluster_that_is_there(
 
 
 @pytest.mark.parametrize("engines", [("local", "ray"), ("ray", "local")], ids=" then ".join)
-def test_one_engine_goes_on_with_what_the_other_began(
-    engines: tuple[str, str], start: Start, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_one_engine_goes_on_with_what_the_other_began(engines, start: Start, expected, tmp_path) -> None:
     out = tmp_path / "out"
     process = start(out, engines[0])
     wait_for(3, out, process)
@@ -232,19 +226,12 @@ def test_one_engine_goes_on_with_what_the_other_began(
     assert files(out) == expected and f"answered={ROWS}" not in printed
 
 
-def test_three_kills_lose_no_row_and_do_none_twice(start: Start, expected: dict[str, bytes], tmp_path: Path) -> None:
-    killed(start, tmp_path / "out", expected, 3)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3, 4))])
+def test_kills_lose_no_row_and_do_none_twice(start: Start, expected, tmp_path: Path, seed: int) -> None:
+    killed(start, tmp_path / "out", expected, 3 if seed == 0 else len(VICTIMS), seed)  # or each victim once
 
 
-@pytest.mark.long
-def test_twenty_kills_lose_no_row_and_do_none_twice(start: Start, expected: dict[str, bytes], tmp_path: Path) -> None:
-    for seed in range(4):  # each victim once
-        killed(start, tmp_path / f"out-{seed}", expected, len(VICTIMS), seed)
-
-
-def test_an_actor_that_is_stuck_ends_the_job_and_the_same_command_goes_on(
-    start: Start, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_an_actor_that_is_stuck_ends_the_job_and_the_same_command_goes_on(start: Start, expected, tmp_path) -> None:
     out = tmp_path / "out"
     process = start(out, stuck_s=6)
     wait_for(2, out, process)
@@ -258,9 +245,7 @@ def test_an_actor_that_is_stuck_ends_the_job_and_the_same_command_goes_on(
     assert said(process) and process.returncode == 0 and files(out) == expected
 
 
-def test_an_input_that_vanishes_is_said_in_a_sentence_and_loses_nothing(
-    start: Start, given: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_an_input_that_vanishes_is_said_in_a_sentence_and_loses_nothing(start, given: Path, expected, tmp_path) -> None:
     path, out = tmp_path / "in.jsonl", tmp_path / "out"
     path.write_bytes(given.read_bytes())
     process = start(out, path=path)
