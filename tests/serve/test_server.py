@@ -437,7 +437,7 @@ def test_a_long_text_is_tokenised_beside_the_event_loop(monkeypatch) -> None:
             await asyncio.sleep(0.05)
             began = time.perf_counter()
             live = [(await client.get("/health/live")).status_code for _ in range(3)]
-            assert time.perf_counter() - began < 1 and not working.done()
+            assert time.perf_counter() - began < 5 and not working.done()
             release.set()
             return (await working).status_code, live
 
