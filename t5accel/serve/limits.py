@@ -31,8 +31,8 @@ class SchedulerLimits:
     new_tokens: int = 512
     # Encoding time between two steps of running requests; a single longer source is encoded alone.
     max_prefill_stall_s: float = 0.05
-    # Share of the time for new requests while others run. After each admission there is a pause of at most
-    # ``max_prefill_stall_s``, so that under load new sources are encoded together.
+    # Share of the time for new requests while others run. Below 1 there is a pause of at most ``max_prefill_stall_s``
+    # after each admission, so that running requests go on.
     prefill_share: float = 1.0
     encoder_cache_bytes: int = 256_000_000
 

@@ -83,7 +83,7 @@ class Settings(BaseSettings):
         50.0, ge=0, description="Maximum milliseconds that running answers wait while new sources are encoded."
     )
     prefill_share: float = Field(
-        0.25, gt=0, le=1, description="Maximum share of the time spent on new requests while others run."
+        1.0, gt=0, le=1, description="Maximum share of the time spent on new requests while others run."
     )
     encoder_cache_mb: int = Field(256, ge=0, description="Megabytes of encoder outputs kept for repeated sources.")
     connections: int = Field(1000, ge=1, description="Maximum open connections.")
