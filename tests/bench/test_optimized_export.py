@@ -309,7 +309,7 @@ def workplace(portable, tmp_path: Path, monkeypatch) -> Path:
     assert not list((tmp_path / "temporary").iterdir())
 
 
-def test_a_third_graph_is_not_forgotten_and_a_package_that_fails_says_why(workplace: Path, monkeypatch, capfd) -> None:
+def test_a_third_graph_is_not_forgotten(workplace: Path) -> None:
     """Its weights lie in the file that would be written anew."""
     third = workplace / "portable" / "third.onnx"
     shutil.copy(workplace / "portable" / DECODER, third)
@@ -318,6 +318,9 @@ def test_a_third_graph_is_not_forgotten_and_a_package_that_fails_says_why(workpl
     write_manifest(workplace / "portable", content)
     with pytest.raises(InputError, match=r"third\.onnx"):
         optimize_export(workplace / "portable", workplace / "new")
+
+
+def test_a_package_that_fails_says_why(workplace: Path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(optimize, "PACKAGE", "import sys; print('on the way'); sys.exit('first\\nit does not fuse')")
     with pytest.raises(ExportError, match="could not optimise .* at level 'extended': it does not fuse"):
         optimize_export(workplace / "portable", workplace / "new", tool="transformers", level="extended")

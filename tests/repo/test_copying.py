@@ -130,19 +130,23 @@ def re_exports(package: str) -> dict[str, str]:
     return {alias.asname or alias.name: node.module for node in froms for alias in node.names}
 
 
-@pytest.mark.parametrize("half", (0, 1))  # one for each core
-def test_examples_run_where_the_module_was_copied_to(half: int, tmp_path: Path) -> None:
-    """Each in a folder of its own."""
-    folders = {module: tmp_path.resolve() / module for module in OF_THE_PACKAGE[half::2]}
+def require_that_examples_run(modules: list[str], root: Path) -> None:
+    """Copy each module into a separate folder below ``root``, and run its examples there."""
+    folders = {module: root.resolve() / module for module in modules}
     for module, folder in folders.items():
         copy(module, folder)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": ""}
-    command, given = [sys.executable, "-c", DRIVER, tmp_path / "report.json"], json.dumps(folders, default=str)
-    answer = subprocess.run(command, input=given, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    command, given = [sys.executable, "-c", DRIVER, root / "report.json"], json.dumps(folders, default=str)
+    answer = subprocess.run(command, input=given, cwd=root, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    for module, (failures, tries, log) in json.loads((tmp_path / "report.json").read_text()).items():
+    for module, (failures, tries, log) in json.loads((root / "report.json").read_text()).items():
         assert not failures, f"{module}, copied with empty __init__ files and {sorted(closure(module))}\n{log}"
         assert tries == len(example_lines(module)), f"{module}: its docstrings hold examples that were not run"
+
+
+@pytest.mark.parametrize("half", (0, 1))  # one for each core
+def test_examples_run_where_the_module_was_copied_to(half: int, tmp_path: Path) -> None:
+    require_that_examples_run(OF_THE_PACKAGE[half::2], tmp_path)
 
 
 def test_every_example_is_in_a_module_whose_examples_run() -> None:
