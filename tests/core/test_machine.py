@@ -184,6 +184,7 @@ def test_what_a_gpu_says_of_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)  # a build with CUDA asks the card
     monkeypatch.setenv("PATH", str(tmp_path))
     found = machine.facts()["gpu"]
     assert (found["name"], found["capability"], found["sm_count"]) == ("NVIDIA H200", [9, 0], 132)
