@@ -165,7 +165,7 @@ def test_workers_generate_what_transformers_does(workers: dict[str, Worker], bea
     ids = np.random.default_rng(0).integers(3, 300, (2, 6))
     for texts, cell in ((ids, Work(2, 6, 7, beams)), (ids[:1], Work(1, 6, 40, beams, forced_length=False))):
         answers = {engine: worker(texts, cell) for engine, worker in workers.items()}
-        assert len(np.unique(answers["eager"])) > 3
+        assert len(np.unique(answers["eager"])) > 2
         for answer in answers.values():
             np.testing.assert_array_equal(answer, answers["eager"])
 
