@@ -218,11 +218,13 @@ conditions. Notebook [32](../notebooks/32_scoreboard_and_claims.ipynb) shows how
 
 A figure's brackets hold the least and the largest ratio of its pairs of runs, and their number (for servers two
 standard errors of the means, and the number of requests). A headline number, or the lower end of a range, counts as
-reached from nine tenths of it; a gain of less than 1.1 times, of which nine tenths would be none, from nine tenths of
-what it adds to 1 (1.04: from 1.036). *Refuted* is a claim that is missed under every condition that we measured; *holds
-with conditions* says where it was seen to hold. A claim is *undecided here* where the scatter reaches across the bound,
-and *not measured here* where the hardware or the build was missing: nothing is estimated. `python -m
-bench.record.claims` writes this page from [claims.json](../data/results/claims.json).
+reached from nine tenths of it; a gain of less than 1.1 times counts from nine tenths of what it adds to 1 (1.04: from
+1.036), because nine tenths of the whole would be no gain. Where a claim has no number, the bound is ours: "faster" asks
+for 1.1 to 1.3 times, "no faster" for at most 1.05, "a slight loss" for at most a point. *Refuted* is a claim that is
+missed under every condition that we measured; *holds with conditions* says where it was seen to hold. A claim is
+*undecided here* where the scatter reaches across the bound, and *not measured here* where the hardware or the build was
+missing: nothing is estimated. `python -m bench.record.claims` writes this page from
+[claims.json](../data/results/claims.json).
 """
 
 

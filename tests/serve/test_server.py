@@ -1160,7 +1160,7 @@ def test_a_soak_at_three_times_its_capacity(folder: Path) -> None:
     words = ("I am tired.", "Where is my bag?", "The house is small.", "We have two cats.", "She reads a book.")
     texts = [f"translate English to French: {text}" for text in words]
     waits = dict.fromkeys(("header_timeout_s", "body_timeout_s", "write_timeout_s"), 60)
-    server = Process(folder, max_batch_rows=16, max_queue=64, max_new_tokens=64, **waits).ready()
+    server = Process(folder, max_batch_rows=8, max_queue=16, max_new_tokens=64, **waits).ready()
     expected = {
         text: server.client.post("/generate", json=dict(text=text)).json()["answers"][0]["texts"] for text in texts
     }
