@@ -40,7 +40,9 @@ def attention_work(steps: int = 8, source: int = 12) -> Figure:
     return figure
 
 
-def rewritings(cases: Mapping[str, tuple[Sequence[str], Sequence[str]]]) -> Figure:
+def rewritings(
+    cases: Mapping[str, tuple[Sequence[str], Sequence[str]]], rows: Sequence[str] = ("as written", "rewritten")
+) -> Figure:
     """Chains of operators before (top) and after (bottom) an optimiser, a column for each titled case.
 
     Operators that only the second row has are orange.
@@ -62,7 +64,7 @@ def rewritings(cases: Mapping[str, tuple[Sequence[str], Sequence[str]]]) -> Figu
             axes.set(xlim=(-1, 1), ylim=(0.2 - longest[row], 0.7))
             axes.axis("off")
         every[0, column].set_title(title, fontsize=11)
-    for row, text in enumerate(("as written", "rewritten")):
+    for row, text in enumerate(rows):
         axes = every[row, 0]
         axes.text(-0.2, 0.5, text, transform=axes.transAxes, rotation=90, va="center", fontsize=11)
     return figure

@@ -176,7 +176,7 @@ def plot(
     ``log`` names logarithmic axes ("x", "y" or "xy"); names in ``predicted`` are drawn as dotted lines or pale bars.
     """
     from matplotlib import rc_context
-    from matplotlib.ticker import StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     with rc_context({"font.size": 11, "axes.titlesize": 12, "legend.fontsize": 10.5}):
         bars = not any(isinstance(value, tuple) for value in series.values())
@@ -197,7 +197,10 @@ def plot(
             axes.legend(frameon=False)
         for axis in log:
             axes.set(**{f"{axis}scale": "log"})
-            getattr(axes, f"{axis}axis").set_major_formatter(StrMethodFormatter("{x:g}"))
+            ticks = getattr(axes, f"{axis}axis")
+            ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ticks.set_major_formatter(StrMethodFormatter("{x:g}"))
+            ticks.set_minor_formatter(NullFormatter())
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_title(title, loc="left")
         axes.spines[["top", "right"]].set_visible(False)

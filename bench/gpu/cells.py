@@ -72,7 +72,10 @@ PUBLISHED_BY = (
     "128 new ones"
 )
 PUBLISHED: dict[str, dict[str, tuple[float, ...]]] = {
-    "flan-t5-xl": {"TensorRT-LLM, its PyTorch backend": (3312, 4184, 4768)},
+    "flan-t5-xl": {
+        "TensorRT-LLM, its PyTorch backend": (3312, 4184, 4768),
+        "TensorRT-LLM, its former engines": (3153, 3863, 4601),
+    },
     "bart-large": {
         "TensorRT-LLM, its PyTorch backend": (10662, 16209, 23518),
         "TensorRT-LLM, its former engines": (12611, 22007, 31544),
