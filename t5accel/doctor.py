@@ -65,8 +65,8 @@ def _transformers() -> Check:
     check = _of_torch("transformers")
     if check.ok and check.found != "present":  # of a source tree no version is known
         major, minor = map(int, re.findall(r"\d+", check.found)[:2])
-        if not (4, 57) <= (major, minor) < (6, 0):
-            return Check(check.name, False, check.found, check.needed_for, "pip install 'transformers>=4.57,<6'")
+        if not (4, 57) <= (major, minor) < (5, 40):
+            return Check(check.name, False, check.found, check.needed_for, "pip install 'transformers>=4.57,<5.40'")
     return check
 
 

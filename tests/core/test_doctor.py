@@ -61,13 +61,13 @@ def test_what_is_required_and_missing_is_wrong_what_is_optional_is_not(installed
     ("version", "ok"),
     [
         ("4.57.0", True), ("4.57.6", True), ("5.0.0rc1", True), ("5.23.0", True), ("4.56.2", False), ("3.99", False),
-        ("6.0.0", False), ("6.0.dev0", False),
+        ("5.39.1", True), ("5.40.0", False), ("6.0.dev0", False),
     ],
 )  # fmt: skip
 def test_transformers_must_be_of_a_supported_line(installed, version, ok):
     installed(transformers=version)
     check = doctor._transformers()
-    assert (check.ok, check.found) == (ok, version) and (ok or "transformers>=4.57,<6" in check.remedy)
+    assert (check.ok, check.found) == (ok, version) and (ok or "transformers>=4.57,<5.40" in check.remedy)
 
 
 def test_one_onnxruntime_is_right_two_are_wrong_and_none_is_optional_where_torch_is(installed):

@@ -17,6 +17,7 @@ from programs import Strict, StrictChooser, junk
 from transformers import T5Config
 
 import t5accel
+from t5accel import decoding
 from t5accel.backends.hf_generate import AcceleratedT5
 from t5accel.decoding.beam import beam_search
 from t5accel.decoding.greedy_search import greedy
@@ -62,15 +63,17 @@ def test_the_public_names_are_functions_even_after_their_modules_were_imported()
     for name in t5accel.__all__:
         assert callable(getattr(t5accel, name)) or name == "__version__"
     assert dir(t5accel) == t5accel.__all__
-    assert t5accel.load_t5 is t5accel.load_model and t5accel.greedy is greedy
+    assert t5accel.load_t5 is t5accel.load_model and t5accel.greedy is decoding.greedy is greedy
     with pytest.raises(AttributeError, match="no_such_name"):
         t5accel.no_such_name  # noqa: B018
+    with pytest.raises(AttributeError, match="no_such_name"):
+        decoding.no_such_name  # noqa: B018
 
 
 def test_decoding_needs_neither_torch_nor_a_runtime() -> None:
     heavy = "{'torch', 'transformers', 'onnxruntime'}"
     names = "beam_search, greedy, prompt_lookup, sample, speculative, stream"
-    program = f"from t5accel import {names}; import sys; print({heavy} & {{*sys.modules}})"
+    program = f"from t5accel.decoding import {names}; import sys; print({heavy} & {{*sys.modules}})"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout == "set()\n"
 
