@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from t5accel.errors import InputError, NotT5Error
-from t5accel.models.families import T5, Family, dims_of
+from t5accel.models.families import T5, Family, dims_of, position_table
 from t5accel.models.sizes import T5Dims
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         if not _TABLES.fullmatch(name):
             arrays[_renamed(name)] = as_array(weight, name)
     for stack in ("encoder", "decoder"):
-        table = getattr(inner, stack).embed_positions
-        arrays[f"{stack}.embed_positions.weight"] = as_array(getattr(table, "weight", getattr(table, "weights", None)))
+        arrays[f"{stack}.embed_positions.weight"] = as_array(position_table(getattr(inner, stack)))
     logits_bias = getattr(model, "final_logits_bias", None)
     if family.head_bias and logits_bias is not None and logits_bias.any():
         arrays["final_logits_bias"] = as_array(logits_bias).reshape(-1)
