@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import os
 import shutil
 import sys
@@ -25,6 +23,7 @@ from t5accel.graphs.contract import ENCODER_ONLY, MODULES, as_folder
 from t5accel.graphs.export import (
     FP32,
     TOLERANCE,
+    hash_of,
     model_weights,
     require_tokenizer,
     save_tokenizer,
@@ -128,7 +127,9 @@ class EncoderSource:
         if config is None or not hasattr(model, "state_dict") or not family_of(config, name).is_relative:
             family_of_model(model)  # refuses all but whole models of other families
             weights, spec = model_weights(model), ModelSpec.of(model)
-            arrays = {key: array for key, array in weights.arrays.items() if _is_encoders(key, weights)}
+            arrays = {key: array for key, array in weights.arrays.items() if key.startswith("encoder.")}
+            if EMBEDDINGS[1] not in arrays:
+                arrays[EMBEDDINGS[0]] = weights.arrays[EMBEDDINGS[0]]
             width = arrays[next(key for key in EMBEDDINGS if key in arrays)].shape[1]  # not of every T5Gemma's decoder
             dims = replace(weights.dims, d_model=width, d_kv=weights.encoder_d_kv)
             weights = replace(weights, arrays=arrays, dims=_encoder_dims(dims))
@@ -148,11 +149,7 @@ class EncoderSource:
         names = {field.name for field in fields(weights)} - {"arrays", "dims", "family", "read"}
         facts = {name: getattr(weights, name) for name in names}
         facts |= {"encoder alone": asdict(weights.dims), "family": self.family}
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-        for key in sorted(weights.arrays):
-            digest.update(key.encode())
-            digest.update(np.ascontiguousarray(weights.arrays[key]).data)
-        return digest.hexdigest()
+        return hash_of(facts, weights)
 
     @property
     def spec(self) -> ModelSpec:
@@ -364,7 +361,6 @@ def _folder_of_files(name: str) -> Path | None:
 
 
 def _is_whole(folder: Path | None) -> bool:
-    """Whether all weights of a folder are there."""
     files = weight_files(folder) if folder else []
     return bool(files) and all(path.is_file() for path in files)
 
@@ -385,12 +381,6 @@ def _t5_weights(config: Any, arrays: dict[str, Any], name: str) -> T5Weights:
         raise ModelUnavailableError(f"{name} is incomplete: it lacks weights of its encoder, such as {missing[0]}.")
     pad = config.pad_token_id or 0
     return t5_weights_of(config, arrays, dims, logit_scale=1.0, pruned_heads={}, pad_token_id=pad)
-
-
-def _is_encoders(key: str, weights: T5Weights) -> bool:
-    if key == "shared.weight":
-        return "encoder.embed_tokens.weight" not in weights.arrays
-    return key.startswith("encoder.")
 
 
 def _encoder_dims(dims: T5Dims) -> T5Dims:
