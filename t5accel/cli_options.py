@@ -57,12 +57,9 @@ ModelOption = Annotated[str, typer.Option(help=f"The model: {NAMES}.")]
 AnyModelOption = Annotated[
     str, typer.Option(help=f"The model: {NAMES}; random:t5-small has random weights and no tokenizer.")
 ]
-PrecisionOption = Annotated[
-    Precision | None, typer.Option(help="The precision to run in. Default: fp32; an export runs in its own.")
-]
-ExportPrecisionOption = Annotated[
-    ExportPrecision | None, typer.Option(help="The precision to run in. Default: fp32; an export runs in its own.")
-]
+_TO_RUN_IN = typer.Option(help="The precision to run in. Default: fp32; an export runs in its own.")
+PrecisionOption = Annotated[Precision | None, _TO_RUN_IN]
+ExportPrecisionOption = Annotated[ExportPrecision | None, _TO_RUN_IN]
 RuntimeOption = Annotated[
     Runtime | None, typer.Option(help="Default: onnx, which exports the model once; torch for bf16 and on a GPU.")
 ]

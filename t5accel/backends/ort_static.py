@@ -260,10 +260,10 @@ class FusedDecoder:
         """(B, K, 1) -> the likeliest next tokens (B, K)."""
         tokens, results = None, self._feed(state, new).results
         if self.shortlist and self.shortlist.is_worthwhile(len(results["logits"])):
-            self.run(state, "near")
+            self.session.run_with_iobinding(self._binding(state, "near"))
             tokens = self.shortlist.choose([results[name] for name in SHORTLIST_OUTPUTS], suppressed)
         if tokens is None:
-            self.run(state, "exact")
+            self.session.run_with_iobinding(self._binding(state, "exact"))
             if suppressed is not None:
                 results["logits"][..., suppressed] = -np.inf  # nobody else reads them
             tokens = argmax_tokens(results["logits"])
@@ -314,12 +314,8 @@ class FusedDecoder:
         state.rows = rows.appended(len(results))  # `rollback` may drop any of them
         return results
 
-    def run(self, state: StaticState, outputs: str) -> None:
-        """Run the session for the ``"near"`` results of the shortlist or the ``"exact"`` logits."""
-        self.session.run_with_iobinding(self._binding(state, outputs))
-
     def _binding(self, state: StaticState, wanted: str) -> Any:
-        """All inputs, and the outputs: ``"near"``, ``"exact"``, or ``"handed out"`` logits, bound elsewhere."""
+        """All inputs, and the outputs: the shortlist's ``"near"``, ``"exact"`` or ``"handed out"`` logits."""
         buffers = state.buffers
         if wanted not in buffers.bindings:
             from onnxruntime import OrtValue
