@@ -178,7 +178,6 @@ class NgramIndex:
         ]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
         for token in tokens:
             end = len(self.tokens)
             for n, after in enumerate(self._after, start=1):
