@@ -380,7 +380,7 @@ def _t5_weights(config: Any, arrays: dict[str, Any], name: str) -> T5Weights:
     if missing := [key for key in lacking if key not in arrays]:
         raise ModelUnavailableError(f"{name} is incomplete: it lacks weights of its encoder, such as {missing[0]}.")
     pad = config.pad_token_id or 0
-    return t5_weights_of(config, arrays, dims, logit_scale=1.0, pruned_heads={}, pad_token_id=pad)
+    return t5_weights_of(config, arrays, dims, pad_token_id=pad)
 
 
 def _encoder_dims(dims: T5Dims) -> T5Dims:

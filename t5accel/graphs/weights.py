@@ -27,10 +27,10 @@ class T5Weights:
     dims: T5Dims
     activation: str  # "relu", "gelu_new", "gelu", "silu" or "swish"
     norm_epsilon: float
-    buckets: int  # of relative positions
-    max_distance: int
-    logit_scale: float  # of the decoder's output, before the head
-    pruned_heads: Mapping[str, tuple[int, ...]]  # removed heads by layer: {"decoder.0": (1, 5)}
+    buckets: int = 0  # of relative positions
+    max_distance: int = 0
+    logit_scale: float = 1.0  # of the decoder's output, before the head
+    pruned_heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # removed by layer: {"decoder.0": (1, 5)}
     family: Family = T5
     embedding_scale: float = 1.0
     pad_token_id: int = 0  # without a position, where the family says so
@@ -137,10 +137,6 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         dims=dims,
         activation=config.activation_function,
         norm_epsilon=1e-5,
-        buckets=0,
-        max_distance=0,
-        logit_scale=1.0,
-        pruned_heads={},
         family=family,
         embedding_scale=d_model**0.5 if family.scales_embedding and config.scale_embedding else 1.0,
         pad_token_id=config.pad_token_id,
