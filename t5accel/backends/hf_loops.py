@@ -160,17 +160,12 @@ class BackendLoops:
             return None  # with too few candidates transformers takes banned ones, or copies of the first beam
         try:
             search = BeamState(
-                len(request.ids),
-                beams,
-                vocab_size=self.backend.vocab_size,
-                eos_token_id=request.eos_token_ids[0],
-                max_new_tokens=request.max_new_tokens,
-                min_new_tokens=request.min_new_tokens,
-                length_penalty=config.length_penalty,
-                early_stopping=config.early_stopping,
+                len(request.ids), beams, vocab_size=self.backend.vocab_size, eos_token_id=request.eos_token_ids[0],
+                max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens,
+                length_penalty=config.length_penalty, early_stopping=config.early_stopping,
                 rules=replace(request.rules, eos_token_ids=request.eos_token_ids),
                 has_prefix=request.prefix.shape[1] > 1,
-            )
+            )  # fmt: skip
         except InputError:  # transformers searches more than `BeamState` does
             return None
         process = partial(_process, history) if history else None
