@@ -103,26 +103,24 @@ class EncoderSource:
         """
         require_torch("An export")
         if not isinstance(model, str | os.PathLike):
-            return cls._of_object(model, type(model).__name__)
+            return cls._of_object(model, None, type(model).__name__)
         label = os.fspath(model)
         folder = _folder_of_files(label)
         if folder is None:  # random weights
-            loaded, tokenizer = load_model(label)
-            return replace(cls._of_object(loaded, label), tokenizer=tokenizer)
+            return cls._of_object(*load_model(label), label)
         refuse_instead(folder, label)
         from transformers import AutoConfig
 
         config = load_pretrained(AutoConfig.from_pretrained, folder)
         if not family_of(config, label).is_relative or getattr(config, "layer_widths", None):
-            loaded, tokenizer = load_model(label)
-            return replace(cls._of_object(loaded, label), tokenizer=tokenizer, folder=folder)
+            return cls._of_object(*load_model(label), label, folder)
         arrays = dict(read_weights(folder, lambda key: key.startswith("encoder.") or key in EMBEDDINGS))
         if not arrays:
             raise ModelUnavailableError(f"{label} holds no weights for PyTorch, in safetensors or pytorch_model.bin.")
         return cls(label, config, _t5_weights(config, arrays, label), {}, load_tokenizer(folder), folder=folder)
 
     @classmethod
-    def _of_object(cls, model: Any, name: str) -> EncoderSource:
+    def _of_object(cls, model: Any, tokenizer: Any, name: str, folder: Path | None = None) -> EncoderSource:
         config = getattr(model, "config", None)
         if config is None or not hasattr(model, "state_dict") or not family_of(config, name).is_relative:
             family_of_model(model)  # refuses all but whole models of other families
@@ -133,14 +131,14 @@ class EncoderSource:
             width = arrays[next(key for key in EMBEDDINGS if key in arrays)].shape[1]  # not of every T5Gemma's decoder
             dims = replace(weights.dims, d_model=width, d_kv=weights.encoder_d_kv)
             weights = replace(weights, arrays=arrays, dims=_encoder_dims(dims))
-            return cls(name, config, weights, spec.family_entry(), None, model.model.encoder)
+            return cls(name, config, weights, spec.family_entry(), tokenizer, model.model.encoder, folder)
         stack = getattr(model, "encoder", None)
         if not hasattr(stack, "block"):
             raise NotT5Error(f"{name} must have an encoder of T5's layers, got a {type(model).__name__}.")
         require_values(stack)
         named = stack.named_parameters(prefix="encoder", remove_duplicate=False)
         arrays = {key: as_array(weight, key) for key, weight in (*named, *stack.named_buffers(prefix="encoder"))}
-        return cls(name, config, _t5_weights(config, arrays, name), {}, None, stack)
+        return cls(name, config, _t5_weights(config, arrays, name), {}, tokenizer, stack, folder)
 
     @cached_property
     def sha256(self) -> str:
