@@ -63,22 +63,18 @@ def as_integers(values: Any, name: str, *, rank: int) -> np.ndarray:
 
 
 def as_batch(
-    input_ids: Any, attention_mask: Any = None, *, pad_token_id: int = 0, vocab_size: int | None = None
+    input_ids: Any, attention_mask: Any = None, *, vocab_size: int, pad_token_id: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and mask as two contiguous (B, S) int64 arrays in memory of their own: the caller may write to theirs.
 
-    The mask is by default 1 where ``input_ids`` is not the pad id, and has at least one 1 in each row. Ids are below
-    ``vocab_size``, if it is given.
+    The mask is by default 1 where ``input_ids`` is not the pad id, and has at least one 1 in each row.
     """
     import numpy as np
 
     ids = as_integers(input_ids, "input_ids", rank=2)
     if not ids.size:
         raise InputError(f"input_ids must have at least one source of at least one token, got shape {ids.shape}.")
-    if vocab_size is not None:
-        check_vocabulary(ids, vocab_size)
-    elif ids.min() < 0:
-        raise InputError(f"input_ids must not be negative, got {ids.min()}.")
+    check_vocabulary(ids, vocab_size)
     if attention_mask is None:
         mask = (ids != pad_token_id).astype(np.int64)
     else:

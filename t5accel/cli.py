@@ -30,6 +30,7 @@ from t5accel.cli_options import (
     ThreadsOption,
     command_line,
     status,
+    warn,
 )
 from t5accel.cli_training import training
 from t5accel.errors import InputError
@@ -242,8 +243,7 @@ def quantize(
     typer.echo(f"{out}: {report.manifest.size_bytes / 1e6:.0f} MB, {report.chosen.recipe.name}")
     change = f"gains {after - before:.2f}" if after > before else f"loses {before - after:.2f}"
     typer.echo(f"{metric} {after:.2f}, in fp32 {before:.2f}: {change}, a loss of {max_loss:g} is allowed")
-    if report.warning:
-        typer.echo(f"Warning: {report.warning}", err=True)
+    warn(report.warning)
 
 
 @cache.command("list")

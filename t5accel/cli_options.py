@@ -20,27 +20,20 @@ from typing import Annotated, Any
 import typer
 
 from t5accel.errors import T5AccelError
+from t5accel.precision.recipes import RECIPES
 
 TRACEBACK = "T5ACCEL_TRACEBACK"
 
 
-class Precision(StrEnum):
-    """The numbers that a model runs in: the recipes of `precision.recipes`."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    INT8 = "int8"
-    INT8_DYNAMIC = "int8-dynamic"
-    INT4 = "int4"
+def _precisions(kind: str, names: list[str]) -> type[StrEnum]:
+    return StrEnum(kind, {name.upper().replace("-", "_"): name for name in names})
 
 
+Precision = _precisions("Precision", [*RECIPES])  # the numbers that a model runs in
 # bf16 runs in torch alone; fp32 and fp16 have no integers.
-ExportPrecision = StrEnum("ExportPrecision", {one.name: one.value for one in Precision if one != "bf16"})
-IntegerPrecision = StrEnum("IntegerPrecision", {one.name: one.value for one in Precision if one.startswith("int")})
-
-_IN_ENCODER = [one for one in Precision if one != "int8-dynamic"]
-EncoderPrecision = StrEnum("EncoderPrecision", {**{one.name: one.value for one in _IN_ENCODER}, "AUTO": "auto"})
+ExportPrecision = _precisions("ExportPrecision", [name for name in RECIPES if name != "bf16"])
+IntegerPrecision = _precisions("IntegerPrecision", [name for name in RECIPES if name.startswith("int")])
+EncoderPrecision = _precisions("EncoderPrecision", [*(name for name in RECIPES if name != "int8-dynamic"), "auto"])
 
 
 class Runtime(StrEnum):
@@ -64,12 +57,9 @@ ModelOption = Annotated[str, typer.Option(help=f"The model: {NAMES}.")]
 AnyModelOption = Annotated[
     str, typer.Option(help=f"The model: {NAMES}; random:t5-small has random weights and no tokenizer.")
 ]
-PrecisionOption = Annotated[
-    Precision | None, typer.Option(help="The precision to run in. Default: fp32; an export runs in its own.")
-]
-ExportPrecisionOption = Annotated[
-    ExportPrecision | None, typer.Option(help="The precision to run in. Default: fp32; an export runs in its own.")
-]
+_TO_RUN_IN = typer.Option(help="The precision to run in. Default: fp32; an export runs in its own.")
+PrecisionOption = Annotated[Precision | None, _TO_RUN_IN]
+ExportPrecisionOption = Annotated[ExportPrecision | None, _TO_RUN_IN]
 RuntimeOption = Annotated[
     Runtime | None, typer.Option(help="Default: onnx, which exports the model once; torch for bf16 and on a GPU.")
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -143,6 +142,7 @@ class AcceleratedEncoder:
         import torch
 
         from t5accel.graphs.encoder_export import EncoderSource, encoder_module
+        from t5accel.models.load import cast_model
 
         floats = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(precision)
         if floats is None:
@@ -153,11 +153,7 @@ class AcceleratedEncoder:
         if source.module is None:
             self._module = encoder_module(source.config, source.weights, floats, device).encoder
         else:
-            self._module = copy.deepcopy(source.module).to(device, getattr(torch, floats)).eval()
-            if floats == "float16":
-                for name, part in self._module.named_modules():
-                    if name.endswith(".wo"):
-                        part.float()
+            self._module = cast_model(source.module, floats, device).eval()
         self.manifest, self._session = None, None
         tokenizer = source.tokenizer if tokenizer is None else tokenizer
         self._set(source.folder, source.spec, tokenizer, precision, most)
@@ -174,7 +170,6 @@ class AcceleratedEncoder:
 
     @cached_property
     def config(self) -> Any:
-        """transformers' configuration."""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self.folder)

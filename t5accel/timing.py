@@ -170,7 +170,6 @@ class Ratio:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Ratio:
-        """Summarise one sample per round."""
         return cls(tuple(samples), median(samples), min(samples), max(samples))
 
     def __str__(self) -> str:

@@ -24,16 +24,6 @@ _V5 = int(transformers.__version__.split(".")[0]) >= 5
 CACHE = cache_name()
 
 
-@dataclass(frozen=True)
-class EncodedSource:
-    """A backend's source, and the ids and the mask (B, S) that it was encoded from."""
-
-    backend: Backend
-    source: Any
-    ids: np.ndarray
-    mask: np.ndarray
-
-
 def _stays_in_the_backend(*_: Any, **__: Any) -> Any:
     raise InputError(
         "The encoder's hidden states stay in the backend. Give this object to generate() or forward() as "
@@ -45,7 +35,10 @@ def _stays_in_the_backend(*_: Any, **__: Any) -> Any:
 class EncodedBatch:
     """The reusable ``encoder_outputs`` of `BackendEncoder`; access to hidden states raises ``InputError``."""
 
-    encoded: EncodedSource
+    backend: Backend
+    source: Any  # the backend's
+    ids: np.ndarray  # (B, S) that it was encoded from, and the mask (B, S)
+    mask: np.ndarray
     rows: np.ndarray  # (R,) int64, the source 0 … B - 1 of each row of a batch, repeated for K beams
     device: torch.device  # of the input ids, and so of the tokens that `generate` returns
 
@@ -54,27 +47,27 @@ class EncodedBatch:
 
     def start(self, backend: Backend, attention_mask: torch.Tensor | None = None) -> DecoderCache:
         """An empty cache for these rows, which must be K consecutive ones for each source."""
-        encoded, rows = self.encoded, as_integers(self.rows, "rows", rank=1)
-        if encoded.backend is not backend:
+        rows = as_integers(self.rows, "rows", rank=1)
+        if self.backend is not backend:
             raise InputError("These encoder_outputs are of another model. Encode with get_encoder() of this one.")
         count = len(np.unique(rows))
         rows_per_source = len(rows) // max(count, 1)
         sources = rows[:: max(rows_per_source, 1)]
         if (
             len(sources) != count
-            or not np.isin(rows, np.arange(len(encoded.mask))).all()
+            or not np.isin(rows, np.arange(len(self.mask))).all()
             or not count
             or not np.array_equal(rows, sources.repeat(rows_per_source))
         ):
             raise InputError(
-                f"The rows of encoder_outputs must be sources 0 … {len(encoded.mask) - 1}, each repeated equally often "
+                f"The rows of encoder_outputs must be sources 0 … {len(self.mask) - 1}, each repeated equally often "
                 f"(repeat_interleave), got {rows.tolist()}. Encode the batch that is wanted."
             )
         if attention_mask is not None:
             mask = as_mask(attention_mask, "attention_mask")
-            if not np.array_equal(mask, encoded.mask[rows]):
+            if not np.array_equal(mask, self.mask[rows]):
                 raise InputError("attention_mask must be that of the encoder_outputs. Give that one, or none.")
-        return DecoderCache(encoded, sources, rows_per_source)
+        return DecoderCache(self, sources, rows_per_source)
 
     def repeated(self, count: int) -> EncodedBatch:
         """Repeat every row ``count`` times, as ``torch.repeat_interleave``."""
@@ -103,8 +96,8 @@ class BackendEncoder:
         masked = ~mask.any(axis=1) & self._hides_whole_rows()
         ids, mask = as_batch(ids, np.where(masked[:, None], 1, mask), vocab_size=entries)
         mask[masked] = 0
-        encoded = EncodedSource(self.backend, self.backend.encode(ids, mask), ids, mask)
-        return EncodedBatch(encoded, np.arange(len(ids)), torch.device(getattr(input_ids, "device", "cpu")))
+        source, device = self.backend.encode(ids, mask), torch.device(getattr(input_ids, "device", "cpu"))
+        return EncodedBatch(self.backend, source, ids, mask, np.arange(len(ids)), device)
 
     __call__ = forward
 
@@ -121,7 +114,7 @@ class DecoderCache:
 
     is_compileable, is_croppable, is_linear = False, True, (False,)
 
-    def __init__(self, encoded: EncodedSource, sources: np.ndarray, rows_per_source: int):
+    def __init__(self, encoded: EncodedBatch, sources: np.ndarray, rows_per_source: int):
         self.backend = encoded.backend
         self.encoded, self.sources = encoded, sources  # (B,), rows of what was encoded
         self.shape = (len(sources), rows_per_source)  # B and K

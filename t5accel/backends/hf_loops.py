@@ -16,23 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.generation import (
-    EosTokenCriteria,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    LogitNormalization,
-    MaxLengthCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import generation
 
 from t5accel.backends.hf_cache import CACHE, DecoderCache
 from t5accel.checks import as_integers, check_vocabulary
@@ -43,15 +27,15 @@ from t5accel.decoding.sampling import SamplingParams, generators, run_steps
 from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import InputError
 
-_LENGTH_PROCESSORS = {MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor}
+_LENGTH_PROCESSORS = {generation.MinLengthLogitsProcessor, generation.MinNewTokensLengthLogitsProcessor}
 # In the order in which `sampling.probabilities` applies them: the attribute with the number, and its name in
 # `SamplingParams`.
 _WARPERS = {
-    RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
-    TemperatureLogitsWarper: ("temperature", "temperature"),
-    TopKLogitsWarper: ("top_k", "top_k"),
-    TopPLogitsWarper: ("top_p", "top_p"),
-    MinPLogitsWarper: ("min_p", "min_p"),
+    generation.RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
+    generation.TemperatureLogitsWarper: ("temperature", "temperature"),
+    generation.TopKLogitsWarper: ("top_k", "top_k"),
+    generation.TopPLogitsWarper: ("top_p", "top_p"),
+    generation.MinPLogitsWarper: ("min_p", "min_p"),
 }
 
 
@@ -176,17 +160,12 @@ class BackendLoops:
             return None  # with too few candidates transformers takes banned ones, or copies of the first beam
         try:
             search = BeamState(
-                len(request.ids),
-                beams,
-                vocab_size=self.backend.vocab_size,
-                eos_token_id=request.eos_token_ids[0],
-                max_new_tokens=request.max_new_tokens,
-                min_new_tokens=request.min_new_tokens,
-                length_penalty=config.length_penalty,
-                early_stopping=config.early_stopping,
+                len(request.ids), beams, vocab_size=self.backend.vocab_size, eos_token_id=request.eos_token_ids[0],
+                max_new_tokens=request.max_new_tokens, min_new_tokens=request.min_new_tokens,
+                length_penalty=config.length_penalty, early_stopping=config.early_stopping,
                 rules=replace(request.rules, eos_token_ids=request.eos_token_ids),
                 has_prefix=request.prefix.shape[1] > 1,
-            )
+            )  # fmt: skip
         except InputError:  # transformers searches more than `BeamState` does
             return None
         process = partial(_process, history) if history else None
@@ -212,26 +191,26 @@ class BackendLoops:
         rules, processors = found
         by_type = {type(each): each for each in (*processors, *stopping_criteria)}
         if (
-            set(by_type) - _LENGTH_PROCESSORS != {MaxLengthCriteria, EosTokenCriteria}
+            set(by_type) - _LENGTH_PROCESSORS != {generation.MaxLengthCriteria, generation.EosTokenCriteria}
             or len(by_type) < len(processors) + len(stopping_criteria)
             or generation_config._pad_token_tensor != self.backend.pad_token_id
         ):
             return None
         # A caller's own criterion or processor takes the place of the one that generate() makes, with other numbers.
         whole, ends = generation_config.max_length, tuple(generation_config._eos_token_tensor.reshape(-1).tolist())
-        forces = [each for each in logits_processor if type(each) is ForcedEOSTokenLogitsProcessor]
+        forces = [each for each in logits_processor if type(each) is generation.ForcedEOSTokenLogitsProcessor]
         known = [each.eos_token_id.reshape(-1).tolist() for each in by_type.values() if hasattr(each, "eos_token_id")]
         if (
             not float(whole).is_integer()
-            or any(each.max_length != whole for each in (by_type[MaxLengthCriteria], *forces))
+            or any(each.max_length != whole for each in (by_type[generation.MaxLengthCriteria], *forces))
             or any(tuple(one) != ends for one in known)
             or any(not 0 <= end < self.backend.vocab_size for end in ends)
         ):
             return None
         longest, least = int(whole) - read, 0
-        if shortest := by_type.get(MinLengthLogitsProcessor):
+        if shortest := by_type.get(generation.MinLengthLogitsProcessor):
             least = shortest.min_length - read
-        if shortest := by_type.get(MinNewTokensLengthLogitsProcessor):
+        if shortest := by_type.get(generation.MinNewTokensLengthLogitsProcessor):
             least = max(least, shortest.prompt_length_to_skip + shortest.min_new_tokens - read)
         if longest < 1 or longest + read - 1 > getattr(self.backend, "positions", math.inf):
             return None
@@ -243,7 +222,7 @@ class BackendLoops:
 
 def _reads_history(processor: Any) -> bool:
     """Whether it is a function of one row's tokens and scores, and bans at most a token for each one before."""
-    is_known = type(processor) in (NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor)
+    is_known = type(processor) in (generation.NoRepeatNGramLogitsProcessor, generation.RepetitionPenaltyLogitsProcessor)
     return is_known and getattr(processor, "prompt_ignore_length", None) is None
 
 
@@ -266,29 +245,30 @@ def _is_private(decoder_attention_mask: Any = None, synced_gpus: bool = False, *
 def _constraints(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConstraints, list[Any]] | None:
     """Forced and suppressed tokens, and the other processors; ``None`` where `TokenConstraints` cannot say it.
 
-    >>> rules, others = _constraints([ForcedBOSTokenLogitsProcessor(7), SuppressTokensLogitsProcessor([5]), "other"], 9)
+    >>> given = [generation.ForcedBOSTokenLogitsProcessor(7), generation.SuppressTokensLogitsProcessor([5]), "other"]
+    >>> rules, others = _constraints(given, 9)
     >>> rules.forced_bos_token_id, rules.suppress_tokens, others
     (7, (5,), ['other'])
     """
     fields: dict[str, Any] = {}
     others, never, seen = [], set(), {type(each) for each in processors}
     for each in processors:
-        if type(each) is ForcedBOSTokenLogitsProcessor:
+        if type(each) is generation.ForcedBOSTokenLogitsProcessor:
             if not isinstance(each.bos_token_id, int):  # several, each with a score of 0
                 return None
             fields["forced_bos_token_id"] = each.bos_token_id
-        elif type(each) is ForcedEOSTokenLogitsProcessor:
+        elif type(each) is generation.ForcedEOSTokenLogitsProcessor:
             ends = each.eos_token_id.tolist()
             if len(ends) > 1:
                 return None
             fields["forced_eos_token_id"] = ends[0]
-        elif type(each) is SuppressTokensLogitsProcessor:
+        elif type(each) is generation.SuppressTokensLogitsProcessor:
             never.update(token for token in each.suppress_tokens.tolist() if 0 <= token < vocab_size)
-        elif type(each) is NoBadWordsLogitsProcessor:
+        elif type(each) is generation.NoBadWordsLogitsProcessor:
             if any(len(word) > 1 for word in each.sequence_bias):
                 return None
             never.update(word[0] for word in each.sequence_bias)
-        elif type(each) is LogitNormalization:
+        elif type(each) is generation.LogitNormalization:
             fields["renormalize_logits"] = True
         else:
             others.append(each)

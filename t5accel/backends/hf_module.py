@@ -17,7 +17,6 @@ from t5accel.models.pruned import resize
 from t5accel.models.sizes import T5_LIKE
 
 _LOOP: ContextVar[torch.device | None] = ContextVar("_LOOP", default=None)
-_INFERENCE_ONLY = "An accelerated model is for inference only: train transformers' own model, then accelerate that."
 
 
 class Closed:
@@ -111,7 +110,7 @@ class WeightlessModule(PreTrainedModel):
 
     def train(self, mode: bool = True) -> Any:
         if mode:
-            raise InputError(_INFERENCE_ONLY)
+            raise InputError("This model is for inference only: train transformers' own model, then accelerate that.")
         return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -74,10 +74,6 @@ class OrtNumpy:
     ``MissingPackageError`` without the onnxruntime of the device.
     """
 
-    vocab_size: int
-    pad_token_id: int
-    eos_token_id: int
-    decoder_start_token_id: int
     devices: tuple[str, ...] = ("cpu", "cuda")
     _takes_shortlist = True
 

@@ -37,7 +37,6 @@ class StaticState(OrtState):
     # (B, K, K) int64: how many first columns two rows of a source have in common, which a reordering does not copy.
     common_columns: np.ndarray | None = None
     cross_capacity: list[np.ndarray] | None = None  # (B', H_i, S', d_kv), once sources were added
-    recopied_bytes: int = 0  # of cross-attention, to larger or smaller arrays
 
 
 class OrtStatic(OrtNumpy):
@@ -180,14 +179,14 @@ class FusedDecoder:
     def select_sources(self, state: StaticState, sources: np.ndarray) -> None:
         state.buffers.flush()
         lengths, kept = state.rows.kept(sources)
-        source, cross_capacity, copies, recopied = self._select_cross(state, kept)
+        source, cross_capacity, copies = self._select_cross(state, kept)
         rows = np.arange(state.rows.padding.size).reshape(state.rows.shape)[kept].ravel()
         copies += self._row_copies(state, rows, 0)
         buffers = self._view(state.buffers.capacity, rows.size, source)
         buffers.pending_copies = copies
         common = state.common_columns[kept]
         state.source, state.rows, state.common_columns, state.buffers = source, lengths, common, buffers
-        state.cross_capacity, state.recopied_bytes = cross_capacity, state.recopied_bytes + recopied
+        state.cross_capacity = cross_capacity
         self._drop_unused(state)
 
     def reorder_sources(self, state: StaticState, sources: np.ndarray) -> None:
@@ -213,14 +212,14 @@ class FusedDecoder:
             capacity = self._enlarged(state, max(total, 2 * most), width)
         for group in capacity.values():
             group[:, before:total, :, :width] = 0  # these columns are masked, but a NaN in them would spread
-        source, cross_capacity, is_new, recopied = self._place_cross(state, source, places)
-        if is_new or total > before:
+        source, cross_capacity = self._place_cross(state, source, places)
+        if cross_capacity is not state.cross_capacity or total > before:
             buffers = self._view(capacity, total, source)
         common = np.full((*lengths.shape, lengths.shape[1]), width)
         common[: state.rows.shape[0]] = state.common_columns
         common[places] = width
         state.source, state.rows, state.common_columns, state.buffers = source, lengths, common, buffers
-        state.cross_capacity, state.recopied_bytes = cross_capacity, state.recopied_bytes + recopied
+        state.cross_capacity = cross_capacity
         self._drop_unused(state)
 
     def _drop_unused(self, state: StaticState) -> None:
@@ -260,10 +259,10 @@ class FusedDecoder:
         """(B, K, 1) -> the likeliest next tokens (B, K)."""
         tokens, results = None, self._feed(state, new).results
         if self.shortlist and self.shortlist.is_worthwhile(len(results["logits"])):
-            self.run(state, "near")
+            self.session.run_with_iobinding(self._binding(state, "near"))
             tokens = self.shortlist.choose([results[name] for name in SHORTLIST_OUTPUTS], suppressed)
         if tokens is None:
-            self.run(state, "exact")
+            self.session.run_with_iobinding(self._binding(state, "exact"))
             if suppressed is not None:
                 results["logits"][..., suppressed] = -np.inf  # nobody else reads them
             tokens = argmax_tokens(results["logits"])
@@ -314,12 +313,8 @@ class FusedDecoder:
         state.rows = rows.appended(len(results))  # `rollback` may drop any of them
         return results
 
-    def run(self, state: StaticState, outputs: str) -> None:
-        """Run the session for the ``"near"`` results of the shortlist or the ``"exact"`` logits."""
-        self.session.run_with_iobinding(self._binding(state, outputs))
-
     def _binding(self, state: StaticState, wanted: str) -> Any:
-        """All inputs, and the outputs: ``"near"``, ``"exact"``, or ``"handed out"`` logits, bound elsewhere."""
+        """All inputs, and the outputs: the shortlist's ``"near"``, ``"exact"`` or ``"handed out"`` logits."""
         buffers = state.buffers
         if wanted not in buffers.bindings:
             from onnxruntime import OrtValue
@@ -380,9 +375,8 @@ class FusedDecoder:
         shapes = [(rows, 1, self.dims.vocab_size), (rows, 1, self.dims.d_model), (rows, 1), (rows, 1)]
         results = dict(zip(SHORTLIST_OUTPUTS, self._result_pool.arrays(shapes, np.float32), strict=True))
         mask, source_mask = np.empty((rows, columns), np.int32), np.empty(source.mask.shape, np.int32)
-        return KVBuffers(
-            capacity, mask, source_mask, np.zeros((rows, 1), np.int64), np.zeros(1, np.int32), results
-        )  # fmt: skip
+        tokens, length = np.zeros((rows, 1), np.int64), np.zeros(1, np.int32)
+        return KVBuffers(capacity, mask, source_mask, tokens, length, results)
 
     def _row_copies(self, state: StaticState, rows: np.ndarray, first: int, shift: int = 0) -> list[PendingCopy]:
         """Copies that make each row the one numbered ``rows`` from column ``first`` on, moved left by ``shift``."""
@@ -394,44 +388,42 @@ class FusedDecoder:
 
     def _select_cross(
         self, state: StaticState, kept: np.ndarray
-    ) -> tuple[OrtSource, list[np.ndarray] | None, list[PendingCopy], int]:
-        """The kept sources, their capacity, the copies that it waits for, and how many bytes moved to a new one."""
+    ) -> tuple[OrtSource, list[np.ndarray] | None, list[PendingCopy]]:
+        """The kept sources, their capacity, and the copies that it waits for."""
         mask, capacity = state.source.mask[kept], state.cross_capacity
         if capacity is None:
             cross = [state.source.inputs[name].take(kept, axis=0) for name in self.cross_names]
-            return self._source(cross, mask), None, [], 0
-        copies, recopied = [], 0
+            return self._source(cross, mask), None, []
+        copies = []
         longest = _round_up(1 + int(np.flatnonzero(mask.any(axis=0))[-1]))
         if 2 * longest <= mask.shape[1]:  # a long source has left, and each step would read the others padded to it
             mask, capacity = mask[:, :longest], self._cross_arrays(len(capacity[0]), longest)
             for array, before in zip(capacity, state.cross_capacity, strict=True):
                 array[: kept.size] = before[kept, :, :longest]
-                recopied += array[: kept.size].nbytes
         else:
             changed = np.flatnonzero(kept != np.arange(kept.size))
             copies = [(array, changed, array[kept[changed]]) for array in capacity]
-        return self._source([array[: kept.size] for array in capacity], mask), capacity, copies, recopied
+        return self._source([array[: kept.size] for array in capacity], mask), capacity, copies
 
     def _place_cross(
         self, state: StaticState, source: OrtSource, places: np.ndarray
-    ) -> tuple[OrtSource, list[np.ndarray], bool, int]:
-        """The sources with others at ``places``, their capacity, whether it is new, and how many bytes moved to it."""
+    ) -> tuple[OrtSource, list[np.ndarray]]:
+        """The sources with others at ``places``, and their capacity, which is new where the old one has no room."""
         old = [state.source.inputs[name] for name in self.cross_names]
         (before, longest), length = state.source.mask.shape, source.mask.shape[1]
-        capacity, total, recopied = state.cross_capacity, max(before, 1 + int(places.max())), 0
+        capacity, total = state.cross_capacity, max(before, 1 + int(places.max()))
         most = len(capacity[0]) if capacity else 0
-        if is_new := most < total or capacity[0].shape[2] < length:
+        if most < total or capacity[0].shape[2] < length:
             most = most if total <= most else max(total, 2 * most)
             capacity = self._cross_arrays(most, _round_up(max(longest, length)))
             for array, held in zip(capacity, old, strict=True):
                 array[:before, :, : held.shape[2]] = held
-                recopied += held.nbytes
         mask = np.zeros((total, capacity[0].shape[2]), dtype=np.int64)
         mask[:before, :longest] = state.source.mask
         mask[places, :length], mask[places, length:] = source.mask, 0
         for array, name in zip(capacity, self.cross_names, strict=True):
             array[places, :, :length], array[places, :, length:] = source.inputs[name], 0
-        return self._source([array[:total] for array in capacity], mask), capacity, is_new, recopied
+        return self._source([array[:total] for array in capacity], mask), capacity
 
     def _cross_arrays(self, rows: int, length: int) -> list[np.ndarray]:
         return [np.zeros((rows, heads, length, self.dims.d_kv), np.float32) for heads in self.cross_heads]

@@ -160,13 +160,12 @@ def load_tensorrt() -> ModuleType:
     )
 
 
-def build_engine(graph: str | os.PathLike[str], graph_plan: GraphPlan, *, trt: ModuleType | None = None) -> bytes:
+def build_engine(graph: str | os.PathLike[str], graph_plan: GraphPlan, *, trt: ModuleType) -> bytes:
     """Build the serialized engine of an ONNX file, whose weights lie beside it.
 
     Raises ``ExportError``, with TensorRT's own message, for a graph that it cannot parse or build, or whose types are
     not the plan's, and ``InputError`` for a profile that does not fit the graph.
     """
-    trt = load_tensorrt() if trt is None else trt
     check_external_data(graph)
     log = _log(trt)
     builder = trt.Builder(log)
@@ -202,14 +201,16 @@ def build_engine(graph: str | os.PathLike[str], graph_plan: GraphPlan, *, trt: M
 
 
 def cached_engines(
-    folder: str | os.PathLike[str], plan: Plan, *, trt: ModuleType | None = None, device: str | None = None
+    folder: str | os.PathLike[str], plan: Plan, *, trt: ModuleType, device: str | None = None
 ) -> dict[str, Path]:
     """The engine files of an export's graphs, by graph, built by the first call and kept in the user's cache folder.
 
     ``device`` is what they are built for, by default the GPU that torch sees.
     """
-    trt = load_tensorrt() if trt is None else trt
-    key = plan.key(version=f"{trt.__name__} {trt.__version__}", device=_device() if device is None else device)
+    if device is None:
+        has_gpu = torch.cuda.is_available()
+        device = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}" if has_gpu else "no GPU"
+    key = plan.key(version=f"{trt.__name__} {trt.__version__}", device=device)
     kept = cache_folder() / f"{ENGINES}{key}"
     names = {graph: Path(graph).with_suffix(".engine").name for graph in plan.graphs}
     with locked(kept):
@@ -234,12 +235,6 @@ def _log(trt: ModuleType) -> Any:
                 self.last = message
 
     return Log()
-
-
-def _device() -> str:
-    if not torch.cuda.is_available():
-        return "no GPU"
-    return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
 
 
 class Engine:

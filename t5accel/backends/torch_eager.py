@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from t5accel.decoding.backend import PastLengths
 from t5accel.errors import InputError
+from t5accel.models.families import position_table
 from t5accel.models.spec import ModelSpec
 from t5accel.models.t5_math import cache_name
 
@@ -185,11 +186,6 @@ class TorchEager:
             )
         return outputs.logits[:, -count:].float().cpu().numpy()
 
-    def _positions(self) -> torch.Tensor:
-        """The decoder's table of positions."""
-        table = self.model.model.decoder.embed_positions
-        return getattr(table, "weight", getattr(table, "weights", None))
-
     @contextmanager
     def _positions_from(self, mask: torch.Tensor | None, count: int) -> Iterator[None]:
         """Give the last ``count`` columns of a mask (R, n) positions that count real tokens, not columns."""
@@ -197,13 +193,13 @@ class TorchEager:
             yield
             return
         numbers = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -count:] + self._family.first_position(self.pad_token_id)
-        found = self._positions()[numbers.clamp(max=len(self._positions()) - 1)]  # ended rows may be longer
-        table = self.model.model.decoder.embed_positions
-        table.forward = lambda *_, **__: found
+        table, module = position_table(self.model.model.decoder), self.model.model.decoder.embed_positions
+        found = table[numbers.clamp(max=len(table) - 1)]  # ended rows may be longer
+        module.forward = lambda *_, **__: found
         try:
             yield
         finally:
-            del table.forward
+            del module.forward
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         # A copy, because torch takes no reversed view, warns of a read-only one and would share memory with any other.

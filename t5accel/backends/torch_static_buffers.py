@@ -146,7 +146,6 @@ class StaticBuffers:
 
     @property
     def width(self) -> int:
-        """W."""
         return self.shape[3]
 
     @property

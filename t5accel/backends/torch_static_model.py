@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from t5accel.backends.torch_static_buffers import LONGEST_RUN, KVCache, StaticBuffers
 from t5accel.errors import NotT5Error
-from t5accel.models.families import Family, dims_of, family_of_model
+from t5accel.models.families import Family, dims_of, family_of_model, position_table
 from t5accel.models.t5_math import logit_scale, relative_position_bucket
 
 if TYPE_CHECKING:
@@ -114,7 +114,6 @@ def _t5_stack(model: Any, stack: Any, residual: torch.dtype) -> Stack:
 
 
 def _bart_stack(config: Any, family: Family, stack: Any, residual: torch.dtype) -> Stack:
-    """A stack of BART or a relative."""
     embedding, is_decoder = stack.embed_tokens.weight.detach(), hasattr(stack.layers[0], "encoder_attn")
     biases = torch.zeros((1, 1), dtype=embedding.dtype, device=embedding.device)  # distances add nothing to scores
     if is_decoder:
@@ -135,14 +134,13 @@ def _bart_stack(config: Any, family: Family, stack: Any, residual: torch.dtype) 
                 wo=block.fc2,
             )
         )
-    table = stack.embed_positions
     return Stack(
         layers,
         embedding,
         _activation(stack.layers[0].activation_fn),
         max_distance=0,
         last_norm=_norm(stack.layer_norm, residual) if family.norm_first else None,
-        positions=getattr(table, "weight", getattr(table, "weights", None)).detach().to(embedding),
+        positions=position_table(stack).detach().to(embedding),
         first=family.first_position(config.pad_token_id),
         norm_embedding=_norm(stack.layernorm_embedding, embedding.dtype) if family.norm_embedding else None,
     )

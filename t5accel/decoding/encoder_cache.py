@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 
 from t5accel.checks import as_count
-from t5accel.decoding.backend import VOCABULARY, Backend, Source, State
-from t5accel.errors import InputError
+from t5accel.decoding.backend import VOCABULARY, Backend, Source, State, check_backend
 
-_NEEDED = ("encode", "split", "join", "source_bytes", "fingerprint", *VOCABULARY)
 _HOLE = -1  # for a masked position between two tokens; no token has a negative id
 
 
@@ -48,18 +46,8 @@ class EncoderCache:
     Raises ``InputError`` if the backend lacks ``split``, ``join``, ``source_bytes`` or ``fingerprint``.
     """
 
-    vocab_size: int
-    pad_token_id: int
-    eos_token_id: int
-    decoder_start_token_id: int
-
     def __init__(self, backend: Backend, *, max_bytes: int = 256_000_000):
-        missing = [name for name in _NEEDED if not hasattr(backend, name)]
-        if missing:
-            raise InputError(
-                f"backend must offer split, join, source_bytes and fingerprint, as TorchEager does, got "
-                f"{type(backend).__name__}, which lacks {', '.join(missing)}."
-            )
+        check_backend(backend, ("split", "join", "source_bytes", "fingerprint"))
         self.backend, self.max_bytes = backend, as_count(max_bytes, "max_bytes", at_least=0)
         for name in VOCABULARY:  # set, because from Python 3.12 on isinstance(..., Backend) does not ask __getattr__
             setattr(self, name, getattr(backend, name))

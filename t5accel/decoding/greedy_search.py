@@ -54,15 +54,10 @@ def greedy(
     [[1, 2, 3, 4, 5]]
     """
     request = GenerationInputs.checked(
-        backend,
-        input_ids,
-        attention_mask,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        decoder_input_ids=decoder_input_ids,
-        forced_bos_token_id=forced_bos_token_id,
+        backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
+        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
         decoder_start_token_id=decoder_start_token_id,
-    )
+    )  # fmt: skip
     return StepStream(request.prefix[:, 1:], backend.pad_token_id, greedy_steps(backend, request))
 
 

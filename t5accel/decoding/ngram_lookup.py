@@ -72,16 +72,10 @@ def prompt_lookup(
         raise InputError(f"max_ngram must be 1 to {MAX_MATCH}, got {longest}.")
     most = as_count(max_draft, "max_draft", at_least=1)
     request = GenerationInputs.checked(
-        backend,
-        input_ids,
-        attention_mask,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        decoder_input_ids=decoder_input_ids,
-        forced_bos_token_id=forced_bos_token_id,
-        decoder_start_token_id=decoder_start_token_id,
-        methods=("rollback", "select_sources"),
-    )
+        backend, input_ids, attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
+        decoder_input_ids=decoder_input_ids, forced_bos_token_id=forced_bos_token_id,
+        decoder_start_token_id=decoder_start_token_id, methods=("rollback", "select_sources"),
+    )  # fmt: skip
     is_shared = getattr(backend, "source_vocab_size", backend.vocab_size) == backend.vocab_size
     drafter = NgramDrafter(request, longest, most, copies_source=is_shared)
     steps = verify_drafts(backend, request, drafter, GreedyVerifier(backend, request.rules))
@@ -178,7 +172,6 @@ class NgramIndex:
         ]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
         for token in tokens:
             end = len(self.tokens)
             for n, after in enumerate(self._after, start=1):

@@ -73,14 +73,11 @@ def speculative(
     most = as_count(max_draft, "max_draft", at_least=1)
     if sampling is not None and not isinstance(sampling, SamplingParams):
         raise InputError(f"sampling must be a SamplingParams, or None for the most probable tokens, got {sampling!r}.")
-    bounds: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "min_new_tokens": min_new_tokens,
-        "decoder_input_ids": decoder_input_ids,
-        "forced_bos_token_id": forced_bos_token_id,
-        "decoder_start_token_id": decoder_start_token_id,
-        "methods": ("rollback", "select_sources"),
-    }
+    bounds: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, decoder_input_ids=decoder_input_ids,
+        forced_bos_token_id=forced_bos_token_id, decoder_start_token_id=decoder_start_token_id,
+        methods=("rollback", "select_sources"),
+    )  # fmt: skip
     request = GenerationInputs.checked(backend, input_ids, attention_mask, **bounds)
     GenerationInputs.checked(draft, input_ids, attention_mask, drafts_only=True, **bounds)
     for name in VOCABULARY:

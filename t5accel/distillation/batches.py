@@ -75,11 +75,9 @@ class Mixture:
             )
 
     def phase(self, step: int) -> Phase:
-        """The phase that ``step`` belongs to."""
         return [phase for phase in self.curriculum if phase.from_step <= step][-1]
 
     def with_teacher_outputs(self, texts: Mapping[str, Sequence[Example]]) -> Mixture:
-        """Replace the examples of these tasks by the teacher's outputs."""
         return replace(self, examples={**self.examples, **texts}, by_teacher=True)
 
 

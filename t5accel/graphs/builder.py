@@ -52,7 +52,6 @@ class GraphBuilder:
         self.outputs.append(helper.make_tensor_value_info(name, _onnx_type(dtype), shape))
 
     def declare(self, spec: GraphSpec) -> None:
-        """Declare all inputs and outputs."""
         for tensor in spec.inputs:
             self.input(tensor.name, tensor.dtype, tensor.shape)
         for tensor in spec.outputs:
@@ -102,7 +101,6 @@ class GraphBuilder:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the weights."""
         return sum(array.nbytes for array in self.weights.values())
 
     def proto(self, external: dict[str, tuple[str, int, int]] | None = None) -> onnx.ModelProto:
@@ -133,7 +131,6 @@ class GraphBuilder:
         return helper.make_graph(self.nodes, self.name, self.inputs, self.outputs, tensors)
 
     def fresh(self, kind: str) -> str:
-        """A new name."""
         while True:
             self._used[kind] = number = self._used.get(kind, -1) + 1
             if (name := f"{kind.lower()}_{number}") not in self._taken:

@@ -44,6 +44,9 @@ class GraphSpec:
     outputs: tuple[TensorSpec, ...]
 
 
+_SOURCE = tuple(TensorSpec(name, "int64", ("B", "S")) for name in ("input_ids", "attention_mask"))
+
+
 def kv_names(prefix: str, layers: int) -> list[str]:
     """The key and value tensors of one kind, layer by layer.
 
@@ -55,20 +58,12 @@ def kv_names(prefix: str, layers: int) -> list[str]:
 
 def encoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
     """``encoder.onnx``: tokens -> the cross-attention keys and values of each decoder layer."""
-    tokens = ("B", "S")
-    return GraphSpec(
-        inputs=(TensorSpec("input_ids", "int64", tokens), TensorSpec("attention_mask", "int64", tokens)),
-        outputs=_cross(dims, dtype),
-    )
+    return GraphSpec(_SOURCE, _cross(dims, dtype))
 
 
 def encoder_only_spec(dims: T5Dims) -> GraphSpec:
     """``encoder_only.onnx``: tokens -> hidden states, float32 in every recipe."""
-    tokens = ("B", "S")
-    return GraphSpec(
-        inputs=(TensorSpec("input_ids", "int64", tokens), TensorSpec("attention_mask", "int64", tokens)),
-        outputs=(TensorSpec("last_hidden_state", "float32", (*tokens, dims.d_model)),),
-    )
+    return GraphSpec(_SOURCE, (TensorSpec("last_hidden_state", "float32", ("B", "S", dims.d_model)),))
 
 
 def decoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
@@ -82,24 +77,24 @@ def decoder_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
             TensorSpec("input_ids", "int64", ("B", "K", "T")),
             TensorSpec("attention_mask", "int64", ("B", "S")),
             TensorSpec("past_mask", "int64", ("B", "K", "P")),
-            *_self(dims, "past", "P", dtype),
+            *_own("past", ("B", "K"), "P", dims, dtype),
             *_cross(dims, dtype),
         ),
         outputs=(
             TensorSpec("logits", "float32", ("B", "K", "T", dims.vocab_size)),
-            *_self(dims, "present", "P + T", dtype),
+            *_own("present", ("B", "K"), "P + T", dims, dtype),
         ),
     )
 
 
-def shortlist_spec(dims: T5Dims, dtype: str = "float32") -> GraphSpec:
+def shortlist_spec(dims: T5Dims) -> GraphSpec:
     """``decoder_shortlist.onnx``: the decoder with exact or approximate logits.
 
     With ``exact``, ``logits`` are those of ``decoder.onnx``, N = T, and the other new outputs are empty. Without, they
     are the last position's, N = 1, from 8-bit weights (`shortlist_head`), beside the head's input ``hidden`` there, its
     Euclidean norm, and the norm of its rounding ``error``.
     """
-    decoder = decoder_spec(dims, dtype)
+    decoder = decoder_spec(dims)
     return GraphSpec(
         inputs=(*decoder.inputs, TensorSpec("exact", "bool", ())),
         outputs=(
@@ -120,10 +115,6 @@ def step_spec(dims: T5Dims, *, shortlist: bool = False) -> GraphSpec:
     history, where buffers must hold finite numbers. The operators take mask and length as int32. With ``shortlist`` the
     results are those of `shortlist_spec`.
     """
-
-    def buffers(prefix: str) -> tuple[TensorSpec, ...]:
-        return tuple(replace(tensor, shape=("R", *tensor.shape[2:])) for tensor in _self(dims, prefix, "M", "float32"))
-
     results = shortlist_spec(dims).outputs[: 1 + len(SHORTLIST_EXTRAS)] if shortlist else decoder_spec(dims).outputs[:1]
     exact = (TensorSpec("exact", "bool", ()),) if shortlist else ()
     return GraphSpec(
@@ -132,30 +123,32 @@ def step_spec(dims: T5Dims, *, shortlist: bool = False) -> GraphSpec:
             TensorSpec("attention_mask", "int32", ("B", "S")),
             TensorSpec("past_mask", "int32", ("R", "M")),
             TensorSpec("past_length", "int32", (1,)),
-            *buffers("past"),
-            *_cross(dims, "float32"),
+            *_own("past", ("R",), "M", dims),
+            *_cross(dims),
             *exact,
         ),
         outputs=(
             *(replace(tensor, shape=("R", 1, *tensor.shape[3:])) for tensor in results),
-            *buffers("present"),
+            *_own("present", ("R",), "M", dims),
         ),
     )
 
 
-def _cross(dims: T5Dims, dtype: str) -> tuple[TensorSpec, ...]:
-    shapes = [("B", heads, "S", dims.d_kv) for heads in dims.cross_heads for _ in ("key", "value")]
-    return _kv_specs("cross", shapes, dtype)
+def _cross(dims: T5Dims, dtype: str = "float32") -> tuple[TensorSpec, ...]:
+    shapes = [("B", heads, "S", dims.d_kv) for heads in dims.cross_heads]
+    return _keys_and_values("cross", shapes, dtype)
 
 
-def _self(dims: T5Dims, prefix: str, length: str, dtype: str) -> tuple[TensorSpec, ...]:
-    shapes = [("B", "K", heads, length, dims.d_kv) for heads in dims.decoder_heads for _ in ("key", "value")]
-    return _kv_specs(prefix, shapes, dtype)
+def _own(
+    prefix: str, rows: tuple[str, ...], length: str, dims: T5Dims, dtype: str = "float32"
+) -> tuple[TensorSpec, ...]:
+    shapes = [(*rows, heads, length, dims.d_kv) for heads in dims.decoder_heads]
+    return _keys_and_values(prefix, shapes, dtype)
 
 
-def _kv_specs(prefix: str, shapes: list[tuple[str | int, ...]], dtype: str) -> tuple[TensorSpec, ...]:
-    names = kv_names(prefix, len(shapes) // 2)
-    return tuple(TensorSpec(name, dtype, shape) for name, shape in zip(names, shapes, strict=True))
+def _keys_and_values(prefix: str, shapes: list[tuple[str | int, ...]], dtype: str) -> tuple[TensorSpec, ...]:
+    names = kv_names(prefix, len(shapes))
+    return tuple(TensorSpec(name, dtype, shapes[number // 2]) for number, name in enumerate(names))
 
 
 def empty_past(spec: GraphSpec, batch: int) -> dict[str, np.ndarray]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import os
 import shutil
 import sys
@@ -25,6 +23,7 @@ from t5accel.graphs.contract import ENCODER_ONLY, MODULES, as_folder
 from t5accel.graphs.export import (
     FP32,
     TOLERANCE,
+    hash_of,
     model_weights,
     require_tokenizer,
     save_tokenizer,
@@ -104,42 +103,42 @@ class EncoderSource:
         """
         require_torch("An export")
         if not isinstance(model, str | os.PathLike):
-            return cls._of_object(model, type(model).__name__)
+            return cls._of_object(model, None, type(model).__name__)
         label = os.fspath(model)
         folder = _folder_of_files(label)
         if folder is None:  # random weights
-            loaded, tokenizer = load_model(label)
-            return replace(cls._of_object(loaded, label), tokenizer=tokenizer)
+            return cls._of_object(*load_model(label), label)
         refuse_instead(folder, label)
         from transformers import AutoConfig
 
         config = load_pretrained(AutoConfig.from_pretrained, folder)
         if not family_of(config, label).is_relative or getattr(config, "layer_widths", None):
-            loaded, tokenizer = load_model(label)
-            return replace(cls._of_object(loaded, label), tokenizer=tokenizer, folder=folder)
+            return cls._of_object(*load_model(label), label, folder)
         arrays = dict(read_weights(folder, lambda key: key.startswith("encoder.") or key in EMBEDDINGS))
         if not arrays:
             raise ModelUnavailableError(f"{label} holds no weights for PyTorch, in safetensors or pytorch_model.bin.")
         return cls(label, config, _t5_weights(config, arrays, label), {}, load_tokenizer(folder), folder=folder)
 
     @classmethod
-    def _of_object(cls, model: Any, name: str) -> EncoderSource:
+    def _of_object(cls, model: Any, tokenizer: Any, name: str, folder: Path | None = None) -> EncoderSource:
         config = getattr(model, "config", None)
         if config is None or not hasattr(model, "state_dict") or not family_of(config, name).is_relative:
             family_of_model(model)  # refuses all but whole models of other families
             weights, spec = model_weights(model), ModelSpec.of(model)
-            arrays = {key: array for key, array in weights.arrays.items() if _is_encoders(key, weights)}
+            arrays = {key: array for key, array in weights.arrays.items() if key.startswith("encoder.")}
+            if EMBEDDINGS[1] not in arrays:
+                arrays[EMBEDDINGS[0]] = weights.arrays[EMBEDDINGS[0]]
             width = arrays[next(key for key in EMBEDDINGS if key in arrays)].shape[1]  # not of every T5Gemma's decoder
             dims = replace(weights.dims, d_model=width, d_kv=weights.encoder_d_kv)
             weights = replace(weights, arrays=arrays, dims=_encoder_dims(dims))
-            return cls(name, config, weights, spec.family_entry(), None, model.model.encoder)
+            return cls(name, config, weights, spec.family_entry(), tokenizer, model.model.encoder, folder)
         stack = getattr(model, "encoder", None)
         if not hasattr(stack, "block"):
             raise NotT5Error(f"{name} must have an encoder of T5's layers, got a {type(model).__name__}.")
         require_values(stack)
         named = stack.named_parameters(prefix="encoder", remove_duplicate=False)
         arrays = {key: as_array(weight, key) for key, weight in (*named, *stack.named_buffers(prefix="encoder"))}
-        return cls(name, config, _t5_weights(config, arrays, name), {}, None, stack)
+        return cls(name, config, _t5_weights(config, arrays, name), {}, tokenizer, stack, folder)
 
     @cached_property
     def sha256(self) -> str:
@@ -148,11 +147,7 @@ class EncoderSource:
         names = {field.name for field in fields(weights)} - {"arrays", "dims", "family", "read"}
         facts = {name: getattr(weights, name) for name in names}
         facts |= {"encoder alone": asdict(weights.dims), "family": self.family}
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-        for key in sorted(weights.arrays):
-            digest.update(key.encode())
-            digest.update(np.ascontiguousarray(weights.arrays[key]).data)
-        return digest.hexdigest()
+        return hash_of(facts, weights)
 
     @property
     def spec(self) -> ModelSpec:
@@ -364,7 +359,6 @@ def _folder_of_files(name: str) -> Path | None:
 
 
 def _is_whole(folder: Path | None) -> bool:
-    """Whether all weights of a folder are there."""
     files = weight_files(folder) if folder else []
     return bool(files) and all(path.is_file() for path in files)
 
@@ -384,13 +378,7 @@ def _t5_weights(config: Any, arrays: dict[str, Any], name: str) -> T5Weights:
     if missing := [key for key in lacking if key not in arrays]:
         raise ModelUnavailableError(f"{name} is incomplete: it lacks weights of its encoder, such as {missing[0]}.")
     pad = config.pad_token_id or 0
-    return t5_weights_of(config, arrays, dims, logit_scale=1.0, pruned_heads={}, pad_token_id=pad)
-
-
-def _is_encoders(key: str, weights: T5Weights) -> bool:
-    if key == "shared.weight":
-        return "encoder.embed_tokens.weight" not in weights.arrays
-    return key.startswith("encoder.")
+    return t5_weights_of(config, arrays, dims, pad_token_id=pad)
 
 
 def _encoder_dims(dims: T5Dims) -> T5Dims:

@@ -18,7 +18,6 @@ import numpy as np
 from t5accel import machine
 from t5accel.checks import as_count
 from t5accel.decoding.backend import Backend
-from t5accel.decoding.token_constraints import special_tokens
 from t5accel.errors import ExportError, InputError, NotT5Error
 from t5accel.graphs.builder import OPSET
 from t5accel.graphs.contract import (
@@ -211,6 +210,11 @@ def source_hash(model: PreTrainedModel, weights: T5Weights) -> str:
     facts |= {"dims": asdict(spec.dims), "tokens": spec.tokens}
     facts |= {"family": entry} if (entry := spec.family_entry()) else {}
     facts |= {"rules": rules} if (rules := spec.rules.to_json()) else {}
+    return hash_of(facts, weights)
+
+
+def hash_of(facts: Mapping[str, Any], weights: T5Weights) -> str:
+    """The sha256 of facts and of all weights with their names."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for key in sorted(weights.arrays):
         digest.update(key.encode())
@@ -243,32 +247,26 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 # The comparison of logits
 
 
-def check_logits(
-    model: PreTrainedModel,
-    run: Logits,
-    *,
-    vocab_size: int,
-    source_vocab_size: int | None = None,
-    tolerance: float = TOLERANCE,
-) -> None:
+def check_logits(model: PreTrainedModel, run: Logits, *, tolerance: float = TOLERANCE) -> None:
     """Raise ``ExportError`` unless a runtime's logits equal the model's on one seeded batch.
 
     ``tolerance`` is the largest difference, as a share of the largest logit. The model's training mode is restored.
     """
     # It finds changes that have no weight: a hook, an overridden forward, a changed constant.
     rng = np.random.default_rng(0)
-    special = special_tokens(model)
-    pad = special["pad_token_id"]
+    spec = ModelSpec.of(model)
+    pad = spec.tokens["pad_token_id"]
     positions = getattr(model.config, "max_position_embeddings", SOURCE)  # T5 has none
 
     def drawn(entries: int, length: int) -> np.ndarray:
         ids = rng.integers(0, entries - 1, (2, length))
         return ids + (ids >= pad)  # any token but padding
 
-    ids, tokens = drawn(source_vocab_size or vocab_size, min(SOURCE, positions)), drawn(vocab_size, TARGET)
+    entries = spec.dims.vocab_size
+    ids, tokens = drawn(spec.source_vocab_size or entries, min(SOURCE, positions)), drawn(entries, TARGET)
     mask = np.ones_like(ids)
     ids[1, -1], mask[1, -1] = pad, 0
-    tokens[:, 0] = special["decoder_start_token_id"]
+    tokens[:, 0] = spec.tokens["decoder_start_token_id"]
     own = _own_logits(model, ids, mask, tokens)
     found = run(ids, mask, tokens)
     finite = np.isfinite(own)  # a model that overflows is no fault of the runtime
@@ -311,26 +309,18 @@ def backend_logits(backend: Backend) -> Logits:
 
 
 def check_export(model: PreTrainedModel, weights: T5Weights, folder: Path) -> None:
-    """`check_logits` of a model and its fp32 export in ``folder``."""
+    """`check_logits` of a model and its fp32 export in ``folder``, on ONNX Runtime's CPU, without optimisation."""
     import torch
+
+    def outputs(graph: str, wanted: list[str], feeds: dict[str, Any]) -> list[np.ndarray]:
+        return plain_session(folder / graph, once=True).run(wanted, feeds)
+
+    def run(ids: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        source, cross = {"input_ids": ids, "attention_mask": mask}, kv_names("cross", weights.dims.decoder_layers)
+        feeds = dict(zip(cross, outputs(ENCODER, cross, source), strict=True), attention_mask=mask)
+        feeds |= {"input_ids": tokens[:, None], **empty_past(decoder_spec(weights.dims), len(ids))}
+        return outputs(DECODER, ["logits"], feeds)[0][:, 0]
 
     if any(weight.dtype != torch.float32 for weight in model.parameters()):
         model = copy.deepcopy(model).float()  # as its weights were exported
-    sizes = dict(vocab_size=weights.dims.vocab_size, source_vocab_size=weights.source_vocab_size)
-    check_logits(model, _graph_logits(folder, weights.dims), **sizes)
-
-
-def _graph_logits(folder: Path, dims: T5Dims) -> Logits:
-    """The logits of an fp32 export, on ONNX Runtime's CPU, without optimisation."""
-
-    def run(ids: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        def outputs(graph: str, wanted: list[str], feeds: dict[str, Any]) -> list[np.ndarray]:
-            return plain_session(folder / graph, once=True).run(wanted, feeds)
-
-        source, cross = {"input_ids": ids, "attention_mask": mask}, kv_names("cross", dims.decoder_layers)
-        feeds = dict(zip(cross, outputs(ENCODER, cross, source), strict=True)) | empty_past(
-            decoder_spec(dims), len(ids)
-        )
-        return outputs(DECODER, ["logits"], {**feeds, "attention_mask": mask, "input_ids": tokens[:, None]})[0][:, 0]
-
-    return run
+    check_logits(model, run)

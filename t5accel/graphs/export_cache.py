@@ -91,15 +91,22 @@ def cache_folder() -> Path:
     return user_cache_path("t5accel", appauthor=False) / "exports"
 
 
-def cached_export(
+def cached_export(model: PreTrainedModel | str | os.PathLike[str], **options: Any) -> Path:
+    """The folder of `cached_export_and_manifest`, with its options."""
+    return cached_export_and_manifest(model, **options)[0]
+
+
+def cached_export_and_manifest(
     model: PreTrainedModel | str | os.PathLike[str],
     *,
     precision: Recipe | str = "fp32",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = False,
     check_logits: bool = True,
-) -> Path:
-    """The folder of ``model``'s export, made now if it is missing or damaged.
+) -> tuple[Path, Manifest]:
+    """The folder of ``model``'s export, made now if missing or damaged, and its manifest.
+
+    The folder's files were verified against the manifest.
 
     A name is not loaded when its export is cached. A hub id stands for the commit in the hub's cache: the hub is not
     asked for a newer one. Other precisions are converted from the fp32 export, which is kept as well.
@@ -113,20 +120,6 @@ def cached_export(
     Raises:
         ExportError: the cache cannot be written, or the graphs' logits differ from the model's.
     """
-    return cached_export_and_manifest(
-        model, precision=precision, tokenizer=tokenizer, progress=progress, check_logits=check_logits
-    )[0]
-
-
-def cached_export_and_manifest(
-    model: PreTrainedModel | str | os.PathLike[str],
-    *,
-    precision: Recipe | str = "fp32",
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    progress: bool = False,
-    check_logits: bool = True,
-) -> tuple[Path, Manifest]:
-    """`cached_export` and the manifest against which the folder's files were verified."""
     recipe, fp32 = as_recipe(precision), RECIPES["fp32"]
     require_tokenizer(tokenizer)
     named = isinstance(model, str | os.PathLike)
@@ -184,17 +177,10 @@ def cached_export_and_manifest(
 
 def key_of_name(name: str, hashes: FileHashes) -> str | None:
     """The key of a model by name, found without loading it; ``None`` if it must be loaded."""
-    if name.startswith("random:"):
-        return _random_key(name)
+    if name.startswith("random:"):  # the name, and the versions that its weights depend on
+        return " ".join([name, *(f"{one} {_versions().get(one)}" for one in ("torch", "transformers", "t5accel"))])
     folder = data_folder() / BUNDLED[name] if name in BUNDLED else hub_snapshot(name) or Path(name)
     return _folder_key(folder, hashes) if os.path.isdir(folder) else None
-
-
-def _random_key(name: str) -> str:
-    """The key of random weights: their name, and the versions that they depend on."""
-    return " ".join(
-        [name, *(f"{package} {_versions().get(package)}" for package in ("torch", "transformers", "t5accel"))]
-    )
 
 
 def _folder_key(folder: Path, hashes: FileHashes) -> str:

@@ -36,7 +36,9 @@ def headless_step(weights: T5Weights, *, shortlist: bool = False) -> tuple[T5Lay
         norms.append("decoder.final_layer_norm.weight")
     biases = layers.biases.one_step()
     mask = layers.positions.visible_mask()
-    per_source = layers.rows_by_source()
+    sources = graph.op("Shape", "attention_mask", start=0, end=1)
+    # The shape (B, K, …) of cross-attention's queries; the last axis is left open.
+    per_source = graph.op("Concat", sources, graph.constant([-1]), axis=0)
     for layer in range(dims.decoder_layers):
         attended = layers.self_attention_step(normed, layer, biases[layer], mask)
         normed, residual = layers.add_and_norm(residual, *attended, norms[3 * layer])
@@ -70,11 +72,6 @@ class _StepLayers(T5Layers):
             epsilon=self.weights.norm_epsilon,
         )
         return normed, total if first else normed
-
-    def rows_by_source(self) -> str:
-        """The shape (B, K, …) of cross-attention's queries; the last axis is left open."""
-        sources = self.graph.op("Shape", "attention_mask", start=0, end=1)
-        return self.graph.op("Concat", sources, self.graph.constant([-1]), axis=0)
 
     def self_attention_step(self, normed: str, layer: int, bias: str, mask: str) -> tuple[str, str]:
         graph, heads = self.graph, self.weights.dims.decoder_heads[layer]

@@ -96,7 +96,6 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(entry["size_bytes"] for entry in self.files.values())
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from t5accel.errors import InputError, NotT5Error
-from t5accel.models.families import T5, Family, dims_of
+from t5accel.models.families import T5, Family, dims_of, position_table
 from t5accel.models.sizes import T5Dims
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ class T5Weights:
     dims: T5Dims
     activation: str  # "relu", "gelu_new", "gelu", "silu" or "swish"
     norm_epsilon: float
-    buckets: int  # of relative positions
-    max_distance: int
-    logit_scale: float  # of the decoder's output, before the head
-    pruned_heads: Mapping[str, tuple[int, ...]]  # removed heads by layer: {"decoder.0": (1, 5)}
+    buckets: int = 0  # of relative positions
+    max_distance: int = 0
+    logit_scale: float = 1.0  # of the decoder's output, before the head
+    pruned_heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # removed by layer: {"decoder.0": (1, 5)}
     family: Family = T5
     embedding_scale: float = 1.0
     pad_token_id: int = 0  # without a position, where the family says so
@@ -120,8 +120,7 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         if not _TABLES.fullmatch(name):
             arrays[_renamed(name)] = as_array(weight, name)
     for stack in ("encoder", "decoder"):
-        table = getattr(inner, stack).embed_positions
-        arrays[f"{stack}.embed_positions.weight"] = as_array(getattr(table, "weight", getattr(table, "weights", None)))
+        arrays[f"{stack}.embed_positions.weight"] = as_array(position_table(getattr(inner, stack)))
     logits_bias = getattr(model, "final_logits_bias", None)
     if family.head_bias and logits_bias is not None and logits_bias.any():
         arrays["final_logits_bias"] = as_array(logits_bias).reshape(-1)
@@ -138,10 +137,6 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         dims=dims,
         activation=config.activation_function,
         norm_epsilon=1e-5,
-        buckets=0,
-        max_distance=0,
-        logit_scale=1.0,
-        pruned_heads={},
         family=family,
         embedding_scale=d_model**0.5 if family.scales_embedding and config.scale_embedding else 1.0,
         pad_token_id=config.pad_token_id,

@@ -266,6 +266,12 @@ def dims_of(model: Any, family: Family) -> T5Dims:
     )
 
 
+def position_table(stack: Any) -> Any:
+    """A stack's table of absolute positions (positions, d_model), learned or sinusoids, by whichever name it has."""
+    table = stack.embed_positions
+    return getattr(table, "weight", getattr(table, "weights", None))
+
+
 def gemma_configs(config: Any) -> dict[str, Any]:
     """The configurations of a T5Gemma's stacks of text."""
     return {"encoder": getattr(config.encoder, "text_config", config.encoder), "decoder": config.decoder}

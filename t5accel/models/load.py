@@ -153,8 +153,8 @@ def cast_model(model: PreTrainedModel, floats: str, device: str = "cpu") -> PreT
     moved = copy.deepcopy(model).to(device, getattr(torch, floats))
     # In fp16 a T5's wo stays in fp32, as transformers keeps it: its outputs overflow in published models.
     if floats == "float16" and model.config.model_type in CLASS_PREFIXES:
-        for block in (*moved.encoder.block, *moved.decoder.block):
-            block.layer[-1].DenseReluDense.wo.float()
+        for part in (part for name, part in moved.named_modules() if name.endswith(".wo")):
+            part.float()
     return moved
 
 

@@ -149,7 +149,6 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _build(name: str, defaults: dict[str, Any], sizes: Any) -> PreTrainedModel:
-    """A model of transformers' class of that name."""
     import transformers
 
     if not isinstance(sizes, Mapping):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from t5accel.decoding.token_constraints import TokenConstraints, constraints_from_config, special_tokens
-from t5accel.models.families import FAMILIES, T5, Family, dims_of, family_of_model, gemma_configs
+from t5accel.models.families import FAMILIES, T5, Family, dims_of, family_of_model, gemma_configs, position_table
 from t5accel.models.sizes import T5Dims
 
 
@@ -39,15 +39,13 @@ class ModelSpec:
             entries = configs["encoder"].vocab_size
             positions = min(config.max_position_embeddings for config in configs.values())
         elif not family.is_relative:
-            table = model.model.decoder.embed_positions
-            table = getattr(table, "weight", getattr(table, "weights", None))
-            positions = len(table) - family.first_position(tokens["pad_token_id"])
+            first = family.first_position(tokens["pad_token_id"])
+            positions = len(position_table(model.model.decoder)) - first
             entries = model.model.encoder.embed_tokens.num_embeddings
         return cls(family, dims_of(model, family), tokens, rules, entries, positions)
 
     @classmethod
     def of_manifest(cls, manifest: Any) -> ModelSpec:
-        """Read the manifest of an export."""
         rules, entry = TokenConstraints.from_json(manifest.rules), manifest.family
         family = FAMILIES[entry["model_type"]] if entry else T5
         positions, entries = entry.get("positions"), entry.get("source_vocab_size")

@@ -124,8 +124,4 @@ def _pickled(path: Path) -> Iterator[tuple[str, tuple[int, ...], Callable[[], np
     for name, weight in weights.items():
         if not weight.is_floating_point():
             raise ModelUnavailableError(f"{path}: {name} must be in floating point, got {weight.dtype}.")
-        yield name, tuple(weight.shape), partial(_as_floats, weight)
-
-
-def _as_floats(weight: Any) -> np.ndarray:
-    return weight.float().numpy()
+        yield name, tuple(weight.shape), lambda weight=weight: weight.float().numpy()

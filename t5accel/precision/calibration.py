@@ -6,8 +6,7 @@ For fp16 it shows which values exceed 65,504, for static int8 the range of each 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,8 +17,8 @@ import numpy as np
 from t5accel.checks import as_batch, as_integers, check_vocabulary
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
-from t5accel.graphs.contract import DECODER, WEIGHTS, empty_past, kv_names
-from t5accel.graphs.export_folder import WeightsLayout
+from t5accel.graphs.contract import DECODER, empty_past, kv_names
+from t5accel.graphs.export_folder import WeightsLayout, write_graphs
 from t5accel.graphs.layers import LOWEST
 from t5accel.graphs.ort_levels import plain_session
 from t5accel.graphs.rewriting import find_matmuls, float_values
@@ -111,7 +110,10 @@ def collect_ranges(folder: str | os.PathLike[str], examples: Iterable[Calibratio
             limits[stack, value] = min(lowest, low), max(highest, high)
         return found[: len(outputs)]
 
-    with _sessions(graphs) as sessions:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        files = {STACKS[stack]: graph for stack, graph in graphs.items()}
+        write_graphs(Path(folder), files, WeightsLayout.plan(files, 0))
+        sessions = {stack: plain_session(Path(folder) / file) for stack, file in STACKS.items()}
         for given in examples:
             sample = as_calibration_sample(given, pad_token_id=pad, positions=spec.positions, **entries)
             source = {"input_ids": sample.input_ids, "attention_mask": sample.attention_mask}
@@ -158,16 +160,3 @@ def _about(graph: GraphBuilder) -> Iterator[tuple[str, str, str, str | None]]:
         place = (group_of(weight) if weight else None) or place
         for name in node.output:
             yield name, node.op_type, place, weight
-
-
-@contextmanager
-def _sessions(graphs: Mapping[str, GraphBuilder]) -> Iterator[dict[str, Any]]:
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        layout = WeightsLayout.plan(graphs, 0)
-        layout.write(Path(folder) / WEIGHTS)
-        sessions = {}
-        for stack, graph in graphs.items():
-            path = Path(folder) / f"{stack}.onnx"
-            path.write_bytes(graph.proto(layout.references()).SerializeToString())
-            sessions[stack] = plain_session(path)
-        yield sessions

@@ -12,7 +12,7 @@ from onnx import TensorProto
 from t5accel.errors import InputError
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.manifest import Manifest
-from t5accel.graphs.rewriting import check_graph, drop_unused, find_matmuls, float_values
+from t5accel.graphs.rewriting import find_matmuls, float_values, rewrite_nodes
 from t5accel.models.families import GEMMAS
 from t5accel.precision.calibration import CalibrationSample, collect_ranges
 from t5accel.precision.recipes import Recipe, as_recipe, group_of
@@ -87,7 +87,7 @@ def convert_graph_fp16(graph: GraphBuilder, in_fp32: Iterable[str] = ()) -> None
     >>> [node.op_type for node in graph.nodes], [array.tolist() for array in graph.weights.values()]
     (['Mul', 'Cast', 'Neg', 'Cast'], [65504.0])
     """
-    _Fp16Converter(graph, frozenset(in_fp32)).run()
+    rewrite_nodes(graph, _Fp16Converter(graph, frozenset(in_fp32)).convert)
 
 
 class _Fp16Converter:
@@ -98,26 +98,19 @@ class _Fp16Converter:
         self.floats = float_values(graph)
         self.arrays = dict(graph.weights)
         self.names: dict[tuple[str, int], str] = {}  # by value and type
-
-    def run(self) -> None:
-        graph = self.graph
-        before, graph.nodes = graph.nodes, []
+        self.declared: dict[str, int] = {}  # the types of float outputs
         for value in graph.inputs:
             if value.name in self.floats:
                 value.type.tensor_type.elem_type = TensorProto.FLOAT16
                 self.names[value.name, TensorProto.FLOAT16] = value.name
-        declared = {}  # the types of float outputs
         for value in graph.outputs:
             if value.name in self.floats:
                 if value.name != "logits":
                     value.type.tensor_type.elem_type = TensorProto.FLOAT16
-                declared[value.name] = value.type.tensor_type.elem_type
-        for node in before:
-            self._convert(node, declared)
-        drop_unused(graph)
-        check_graph(graph)
+                self.declared[value.name] = value.type.tensor_type.elem_type
 
-    def _convert(self, node: onnx.NodeProto, declared: Mapping[str, int]) -> None:
+    def convert(self, graph: GraphBuilder, node: onnx.NodeProto) -> bool:
+        """Add a node in its type; for `rewrite_nodes`."""
         kind = TensorProto.FLOAT if node.name in self.in_fp32 else TensorProto.FLOAT16
         new = onnx.NodeProto()
         new.CopyFrom(node)
@@ -130,13 +123,14 @@ class _Fp16Converter:
             if name not in self.floats:
                 continue
             self.names[name, kind] = name
-            if declared.get(name, kind) != kind:
+            if self.declared.get(name, kind) != kind:
                 new.output[number] = self.names[name, kind] = f"{name}.computed"
-                self.names[name, declared[name]] = name
-                casts.append((new.output[number], name, declared[name]))
-        self.graph.nodes.append(new)
+                self.names[name, self.declared[name]] = name
+                casts.append((new.output[number], name, self.declared[name]))
+        graph.nodes.append(new)
         for computed, name, wanted in casts:
-            self.graph.op("Cast", computed, output=name, to=wanted)
+            graph.op("Cast", computed, output=name, to=wanted)
+        return True
 
     def _as(self, name: str, kind: int) -> str:
         """The name of a value in one type, cast if it does not exist yet."""

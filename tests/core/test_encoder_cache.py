@@ -66,6 +66,7 @@ class Toy:
     """A numpy backend whose source is a list of rows; each position takes 24 bytes, with its key 32."""
 
     vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 100, 0, 1, 0
+    new_state = step = None
 
     def __init__(self) -> None:
         self.encoded: list[tuple[int, ...]] = []

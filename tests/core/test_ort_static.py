@@ -361,16 +361,16 @@ def test_only_newcomers_are_copied_until_one_is_longer_than_the_capacity(own) ->
     state = own.new_state(source(20))
     tokens = tokens_of(own, state, np.zeros((1, 1), dtype=np.int64), 2)[-1]
     own.add_sources(state, source(30))
-    anew = state.recopied_bytes
-    assert anew > 0, "the first one makes room"
+    room = state.cross_capacity
+    assert room, "the first one makes room"
     own.select_sources(state, np.array([1]))
     own.add_sources(state, source(32))
-    assert state.recopied_bytes == anew, "there is room for this one"
+    assert state.cross_capacity is room, "there is room for this one"
     place = next(iter(state.buffers.capacity.values()))
     own.next_tokens(state, np.array([[[tokens[0, 0]]], [[0]]]))
     assert next(iter(state.buffers.capacity.values())) is place
     own.add_sources(state, source(70))
-    assert state.recopied_bytes > anew
+    assert state.cross_capacity is not room
 
 
 def test_a_newcomer_takes_a_place_and_nothing_is_bound_anew(own) -> None:
@@ -391,10 +391,10 @@ def test_the_capacity_doubles(own) -> None:
     """Else every newcomer would copy all rows that are there."""
     state, laid = own.new_state(visitor(own, 20)), []
     for _ in range(20):
-        before, place = state.recopied_bytes, state.buffers and next(iter(state.buffers.capacity.values()))
+        before, place = state.cross_capacity, state.buffers and next(iter(state.buffers.capacity.values()))
         own.add_sources(state, visitor(own, 20))
         room = next(iter(state.buffers.capacity.values()))
-        laid.append((state.recopied_bytes > before, place is not None and room is not place))
+        laid.append((state.cross_capacity is not before, place is not None and room is not place))
     assert sum(cross for cross, _ in laid) <= 5 and sum(rows for _, rows in laid) <= 5
     own.next_tokens(state, np.zeros((21, 1, 1), dtype=np.int64))
 
