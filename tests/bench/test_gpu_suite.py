@@ -21,6 +21,7 @@ from bench import harness, systems
 from bench import results as records
 from bench.gpu import measurement as measuring
 from bench.gpu import suite
+from bench.gpu.cards import slug
 from bench.gpu.cells import PUBLISHED, PUBLISHED_BATCHES, RUNTIMES, Cell, cells_for
 from bench.profiling import Prices
 from bench.roofline import decoder_weights_per_step
@@ -381,6 +382,7 @@ def test_a_process_that_is_killed_leaves_a_row_that_says_so(toy: str, tmp_path: 
     program = f"""
 import os
 from bench.gpu import suite
+from bench.gpu.cards import slug
 from bench.gpu.cells import Cell
 suite.measure = lambda *a, **k: os._exit(139)
 sizes = dict(model={toy!r}, dtype="float32", batch=2, source_tokens=9, new_tokens=6, least_s=0.0)
@@ -535,3 +537,25 @@ set -- {codes}; shift $((n - 1)); exit $1
     calls = (tmp_path / "asked").read_text().splitlines()
     assert done.returncode == ends and len(calls) == tries
     assert f"--json {tmp_path}/out --minutes" in calls[0] and calls[0].endswith("--only t5-small")
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"),
+    ("NVIDIA H200", "h200"), ("NVIDIA H20", "h20"), ("Tesla T4", "t4"), ("NVIDIA T4", "t4"),
+    ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+    ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090-laptop"),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx-4070-ti-super"), ("NVIDIA L40S", "l40s"), ("NVIDIA L4", "l4"),
+    ("NVIDIA A10", "a10"), ("NVIDIA A10G", "a10g"), ("Tesla V100-SXM2-16GB", "v100"),
+    ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"), ("AMD Instinct MI300X", "mi300x"),
+    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "h100-mig-3g-40gb"), ("NVIDIA Graphics", "nvidia-graphics"),
+])  # fmt: skip
+def test_slug(name: str, expected: str) -> None:
+    assert slug(name) == expected
+    with pytest.raises(InputError, match="name"):
+        slug(" - ")
+
+
+def test_importing_the_names_of_cards_is_light() -> None:
+    asked = "import sys, bench.gpu.cards; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
