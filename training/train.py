@@ -101,9 +101,8 @@ class TrainConfig:
 
     steps: int = 6500
     seed: int = 0
-    learning_rate: float = 2e-3  # AdamW's, of embeddings, biases and norms (of everything with "adamw")
+    learning_rate: float = 2e-3  # AdamW's, of embeddings, biases and norms
     matrix_learning_rate: float = 2.5e-3  # Muon's
-    optimizer: str = "muon"  # or "adamw"
     warmup_steps: int = 300
     decay_share: float = 0.25
     label_smoothing: float = 0.1
@@ -117,8 +116,6 @@ class TrainConfig:
     head_inits: tuple[HeadInit, ...] | None = ()  # None: `choose_head_inits` finds them
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("muon", "adamw"):
-            raise InputError(f"optimizer must be 'muon' or 'adamw', got {self.optimizer!r}.")
         if self.steps < 1:
             raise InputError(f"steps must be at least 1, got {self.steps}.")
 
@@ -248,8 +245,8 @@ def train_model(
         raise InputError(f"No {stable}: this run has not reached its decay, or is prolonged. Leave --prolong out.")
     model = new_model(config) if start is None else continued_model(start, config)
     model = model.to(device).train()
-    muon_rate = config.matrix_learning_rate if config.optimizer == "muon" else None
-    optimizers = new_optimizers(model, learning_rate=config.learning_rate, matrix_learning_rate=muon_rate)
+    rates = dict(learning_rate=config.learning_rate, matrix_learning_rate=config.matrix_learning_rate)
+    optimizers = new_optimizers(model, **rates)
     validate = make_loss_validator(held_out, tokenizer)
     context = tokenizer.convert_tokens_to_ids(CONTEXT)
 
