@@ -60,8 +60,7 @@ def held_out(
     threads: ThreadsOption = None,
 ) -> None:
     """Score a model on the sentences held out of its training pairs."""
-    from json import dumps
-
+    from bench.results import write_json
     from t5accel.api import open_backend
     from t5accel.models.load import require_tokenizer
     from t5accel.tokenization import generate_texts
@@ -81,9 +80,7 @@ def held_out(
     if json:
         names = ("held_out", "held_out_long")
         scores = {name: score and asdict(score) for name, score in zip(names, found, strict=True)}
-        json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"model": model, "runs_on": what, **scores}
-        json.write_text(dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(json, {"model": model, "runs_on": what, **scores})
 
 
 if __name__ == "__main__":

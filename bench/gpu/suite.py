@@ -1,10 +1,9 @@
 """The GPU suite: cells in order of priority, each kept as soon as it is measured, within a few minutes.
 
-``python -m bench.gpu.suite --json FILE`` (or ``python -m bench board --suite gpu --json FILE``) on a machine that has
-torch, transformers and numpy and nothing else. The same command goes on where an interrupted run stopped, and tries
-again what failed in it. It ends with 0 when it is through or its minutes are over, with 3 when a cell has not come
-back, and with 4 when the device is lost for this process: then a new one can go on (`scripts/gpu_bundle.py` writes such
-a loop).
+``python -m bench.gpu.suite --json FILE`` on a machine that has torch, transformers and numpy and nothing else. The same
+command goes on where an interrupted run stopped, and tries again what failed in it. It ends with 0 when it is through
+or its minutes are over, with 3 when a cell has not come back, and with 4 when the device is lost for this process: then
+a new one can go on (`scripts/gpu_bundle.py` writes such a loop).
 """
 
 from __future__ import annotations
