@@ -21,7 +21,6 @@ from bench import harness, systems
 from bench import results as records
 from bench.gpu import measurement as measuring
 from bench.gpu import suite
-from bench.gpu.cards import slug
 from bench.gpu.cells import PUBLISHED, PUBLISHED_BATCHES, RUNTIMES, Cell, cells_for
 from bench.profiling import Prices
 from bench.roofline import decoder_weights_per_step
@@ -382,7 +381,6 @@ def test_a_process_that_is_killed_leaves_a_row_that_says_so(toy: str, tmp_path: 
     program = f"""
 import os
 from bench.gpu import suite
-from bench.gpu.cards import slug
 from bench.gpu.cells import Cell
 suite.measure = lambda *a, **k: os._exit(139)
 sizes = dict(model={toy!r}, dtype="float32", batch=2, source_tokens=9, new_tokens=6, least_s=0.0)
@@ -549,12 +547,6 @@ set -- {codes}; shift $((n - 1)); exit $1
     ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "h100-mig-3g-40gb"), ("NVIDIA Graphics", "nvidia-graphics"),
 ])  # fmt: skip
 def test_slug(name: str, expected: str) -> None:
-    assert slug(name) == expected
+    assert suite.slug(name) == expected
     with pytest.raises(InputError, match="name"):
-        slug(" - ")
-
-
-def test_importing_the_names_of_cards_is_light() -> None:
-    asked = "import sys, bench.gpu.cards; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+        suite.slug(" - ")
