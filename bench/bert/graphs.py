@@ -181,9 +181,10 @@ def static_int8(
 def fed_run(path: str | os.PathLike[str], settings: SessionSettings | None = None) -> Run:
     """ONNX Runtime fed from numpy arrays: each call makes new outputs."""
     session = open_session(path, settings or SessionSettings())
+    names = [one.name for one in session.get_inputs()]
 
     def run(inputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        return tuple(session.run(list(OUTPUTS), {name: inputs[name] for name in names_of(session)}))
+        return tuple(session.run(list(OUTPUTS), {name: inputs[name] for name in names}))
 
     return run
 
@@ -197,7 +198,7 @@ def bound_to(session: onnxruntime.InferenceSession, batch: int, tokens: int) -> 
     import onnxruntime
 
     binding = session.io_binding()
-    given = {name: np.zeros((batch, tokens), np.int64) for name in names_of(session)}
+    given = {one.name: np.zeros((batch, tokens), np.int64) for one in session.get_inputs()}
     found = {name: np.zeros((batch, tokens), np.float32) for name in OUTPUTS}
     for name, array in given.items():
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))  # the same memory
@@ -211,8 +212,3 @@ def bound_to(session: onnxruntime.InferenceSession, batch: int, tokens: int) -> 
         return tuple(found.values())
 
     return run
-
-
-def names_of(session: onnxruntime.InferenceSession) -> Sequence[str]:
-    """The inputs of a session, in its order."""
-    return [one.name for one in session.get_inputs()]
