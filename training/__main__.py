@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -73,14 +73,12 @@ def held_out(
     backend, tokenizer, what = open_backend(model, threads=threads)
     generate = partial(generate_texts, backend, tokenizer, num_beams=1)
     found = held_out_quality(generate, pairs)
-    for part, score in zip(("all", "9-20 words"), found, strict=True):
-        if score:
-            scores = f"BLEU {score.bleu:5.1f}  chrF {score.chrf:5.1f}"
-            typer.echo(f"held-out     {part:11s} {score.sentences:4d}  {scores}")
+    for part, name in (("all", "held_out"), ("9-20 words", "held_out_long")):
+        if score := found[name]:
+            scores = f"BLEU {score['bleu']:5.1f}  chrF {score['chrf']:5.1f}"
+            typer.echo(f"held-out     {part:11s} {score['sentences']:4d}  {scores}")
     if json:
-        names = ("held_out", "held_out_long")
-        scores = {name: score and asdict(score) for name, score in zip(names, found, strict=True)}
-        write_json(json, {"model": model, "runs_on": what, **scores})
+        write_json(json, {"model": model, "runs_on": what, **found})
 
 
 if __name__ == "__main__":
