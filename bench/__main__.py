@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,12 +28,6 @@ from t5accel.errors import InputError
 app = command_line("Measure T5-like models, and what serves them. `python -m bench COMMAND --help` explains each.")
 
 
-class Suite(StrEnum):
-    """A separate list of measurements."""
-
-    GPU = "gpu"
-
-
 @app.command()
 def board(
     model: AnyModelOption = "mini",
@@ -56,28 +49,15 @@ def board(
     technique: Annotated[
         list[str] | None, typer.Option(help="Measure only techniques whose name contains this, and the reference.")
     ] = None,
-    suite: Annotated[
-        Suite | None, typer.Option(help="gpu: the measurements for a GPU, with --json, --minutes and --only.")
-    ] = None,
-    minutes: Annotated[
-        float, typer.Option(help="The suite ends by then; the same command goes on with what is missing.")
-    ] = 8.0,
-    only: Annotated[
-        str, typer.Option(help="Measure only the suite's cells of this pattern, such as 'runtimes*'.")
-    ] = "*",
     compare: Annotated[
         Path | None,
         typer.Option(help="Show the same board of this file beside it, such as data/results/scoreboard-mini-amd.json."),
     ] = None,
 ) -> None:
-    """Measure every system: equal output first, then speed, memory and quality."""
-    if suite is Suite.GPU:
-        from bench.gpu.suite import run_in_time
+    """Measure every system on a CPU: equal output first, then speed, memory and quality.
 
-        if json is None:
-            raise InputError("--suite gpu keeps each result as it comes: give --json FILE.")
-        with kept(f"Results so far are in {json}; the same command goes on."):
-            return run_in_time(json, minutes, only=only)
+    On a GPU: `python -m bench.gpu.suite --json FILE`.
+    """
     from bench import figures as draw
     from bench.results import write_rows
     from bench.scoreboard import Forced, RecordedBoard, bench
@@ -167,9 +147,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Score a model or an export, on the bundled evaluation sets or on rows of yours."""
-    from json import dumps
-
     from bench import evaluation
+    from bench.results import write_json
     from t5accel.api import open_backend
     from t5accel.backends.model_defaults import by_defaults
     from t5accel.metrics import ROW_SCORES, floor_warning
@@ -206,8 +185,7 @@ def evaluate(
         warn(report.warning)
         document |= report.to_json()
     if json:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(json, document)
 
 
 @app.command()

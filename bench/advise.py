@@ -311,7 +311,7 @@ def _next_step(need: Need) -> list[str]:
     """The commands that measure the case."""
     again = f"python -m bench advise --model {need.model} --results mine.json, with the options of this call."
     if need.device == "cuda":
-        return ["Measure your card: python -m bench board --suite gpu --json mine.json", f"Then ask again: {again}"]
+        return ["Measure your card: python -m bench.gpu.suite --json mine.json", f"Then ask again: {again}"]
     if need.beams > 1:
         return [
             "Ask for --beams 1, which `python -m bench board` measures; `make peers`, in a checkout, measures 4 beams."

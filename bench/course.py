@@ -134,9 +134,7 @@ def _unsolved(cells: list[Any], appended: list[Any]) -> str:
     return ""
 
 
-def run_course(
-    notebooks: Path, out: Path, *, measure: Callable[[], list[Row]] | None = None
-) -> tuple[list[NotebookRun], str]:
+def run_course(notebooks: Path, out: Path) -> tuple[list[NotebookRun], str]:
     """Execute every notebook and measure a first, quick scoreboard; returns the runs and the scoreboard as text.
 
     Writes the executed copies, ``report.json`` (status, seconds and memory of each), ``course.json`` (seconds of those
@@ -158,7 +156,7 @@ def run_course(
                for run in runs if not run.failed]  # fmt: skip
     write_rows(out / "course.json", seconds, command=command)
     # Live and short: a few rows of each evaluation set, three rounds. The recorded board is the full measurement.
-    rows = measure() if measure else bench("mini", Forced(), rounds=3, limit=10, peak_memory=False)
+    rows = bench("mini", Forced(), rounds=3, limit=10, peak_memory=False)
     write_rows(out / "scoreboard.json", rows, command=command)
     report, live = (json.loads((out / name).read_text(encoding="utf-8")) for name in ("report.json", "scoreboard.json"))
     boards = [("Measured now, quick", live)]

@@ -1,6 +1,6 @@
 """Run one encoder in its own environment, asked line by line on standard input.
 
-It imports nothing of t5accel unless the encoder is ours. First it answers ``{"versions", "base"}``; then each
+It imports nothing of t5accel unless the encoder is ours. First it answers ``{"versions", "peak"}``; then each
 ``{"ids": "FILE.npy", "out": "FILE.npy" or null}`` with ``{"peak"}``, or with ``{"error"}``. Memory is in bytes.
 """
 

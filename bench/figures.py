@@ -169,7 +169,7 @@ def blank_figure(width: float, height: float) -> Figure:
 
 def plot(
     series: Mapping[str, Any], *, xlabel: str, ylabel: str = "", title: str = "", log: str = "",
-    predicted: Collection[str] = (), path: str | os.PathLike[str] | None = None,
+    predicted: Collection[str] = (),
 ) -> Figure:  # fmt: skip
     """A line for each (x, y) of ``series``, or a bar for each number or `Ratio`, with its range.
 
@@ -204,7 +204,7 @@ def plot(
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_title(title, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-        return _saved(figure, path)
+        return figure
 
 
 def _bar(axes: Axes, place: int, value: Any, colour: str) -> None:
@@ -280,13 +280,11 @@ def page(boards: Sequence[tuple[str, Mapping[str, Any]]], notes: str = "") -> st
     )
 
 
-def plot_ladders(
-    ladders: Mapping[str, Rows], path: str | os.PathLike[str] | None = None, *, first: str = "the naive loop"
-) -> Figure:
+def plot_ladders(ladders: Mapping[str, Rows], path: str | os.PathLike[str] | None = None) -> Figure:
     """A panel for each titled ladder: a bar for each rung, from the speed of the rung below to its own.
 
     The axis is logarithmic, so equal factors are bars of equal length. Colours mark the path to the fastest rung, the
-    rungs beside it, those that answer many texts at once, and those outside the gate. ``first`` names the lowest rung.
+    rungs beside it, those that answer many texts at once, and those outside the gate.
     """
     if not ladders:
         raise InputError("ladders must not be empty. Climb one first.")
@@ -303,7 +301,7 @@ def plot_ladders(
         drawn |= _ladder(axes, rows)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlim(0.8, max(top, 10) * 4)  # room for the last label
-    panels[-1].set_xlabel(f"times as fast as {first} (logarithmic: equal factors, equal lengths)")
+    panels[-1].set_xlabel("times as fast as the naive loop (logarithmic: equal factors, equal lengths)")
     if len(drawn) > 1:
         handles = [(drawn[colour], kind) for colour, kind in kinds.items() if colour in drawn]
         figure.legend(*zip(*handles, strict=True), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
@@ -373,7 +371,7 @@ def plot_peers(runs: Mapping[str, Rows], path: str | os.PathLike[str] | None = N
 
 def plot_shades(
     shades: Sequence[Sequence[float]], texts: Sequence[Sequence[str]], down: Sequence[str], across: Sequence[str],
-    title: str, path: str | os.PathLike[str] | None = None,
+    title: str,
 ) -> Figure:  # fmt: skip
     """A table of texts on shades of blue, from white for 0 or NaN to dark for the largest."""
     figure = blank_figure(1.25 * len(across) + 0.6, 0.5 * len(down) + 1.1)
@@ -384,7 +382,7 @@ def plot_shades(
     _shade(axes, [[0 if shade != shade else shade for shade in row] for row in shades], down, across,
            cmap="Blues", vmin=0)  # fmt: skip
     axes.set_title(title, fontsize=10)
-    return _saved(figure, path)
+    return figure
 
 
 def _shade(

@@ -20,6 +20,7 @@ from bench.harness import Contender, run_comparison
 from bench.results import Row
 from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import UnknownModelError
+from t5accel.graphs.contract import kv_names
 from t5accel.models.load import cast_model
 from t5accel.timing import Work
 
@@ -68,16 +69,6 @@ def random_gpt2(size: str | Mapping[str, Any] = "gpt2", *, seed: int = 0) -> Pre
     return model
 
 
-def names(layers: int) -> tuple[list[str], list[str]]:
-    """Names of past and present keys and values, layer by layer.
-
-    >>> names(1)
-    (['past_key_0', 'past_value_0'], ['present_key_0', 'present_value_0'])
-    """
-    kinds = [f"{kind}_{layer}" for layer in range(layers) for kind in ("key", "value")]
-    return [f"past_{kind}" for kind in kinds], [f"present_{kind}" for kind in kinds]
-
-
 def export_gpt2(
     model: PreTrainedModel, path: str | os.PathLike[str], *, cache: bool, last_logits: bool = False
 ) -> Path:
@@ -93,7 +84,7 @@ def export_gpt2(
 
     config, transformer = model.config, model.transformer
     heads, size = config.n_head, config.n_embd // config.n_head
-    past_names, present_names = names(config.n_layer if cache else 0)
+    past_names, present_names = (kv_names(kind, config.n_layer if cache else 0) for kind in ("past", "present"))
 
     def attention(block: Any, x: Any, past: Sequence[Any]) -> tuple[Any, Any, Any]:
         batch, new, width = x.shape
@@ -131,8 +122,6 @@ def export_gpt2(
     axes = {"input_ids": {0: "batch", 1: "new"}, "logits": {0: "batch"} if last_logits else {0: "batch", 1: "new"}}
     axes |= {name: {0: "batch", 2: "past"} for name in past_names}
     axes |= {name: {0: "batch", 2: "all"} for name in present_names}
-    if not cache:
-        present_names = []
     return export_quietly(Flat(), (ids, *past), path, ["input_ids", *past_names], ["logits", *present_names], axes)
 
 
@@ -237,7 +226,7 @@ def cached(
     """
     session = open_session(path, SessionSettings(threads=threads, device=device))
     kinds = [one for one in session.get_inputs() if one.name != "input_ids"]
-    past_names, present_names = names(len(kinds) // 2)
+    past_names, present_names = (kv_names(kind, len(kinds) // 2) for kind in ("past", "present"))
     heads, size = kinds[0].shape[1], kinds[0].shape[3]
 
     def fed(prompts: np.ndarray, new_tokens: int) -> np.ndarray:

@@ -16,7 +16,6 @@ from bench.systems import LOOKUP, SYSTEMS, THEIR_LOOP, THROUGHPUT, BenchModel, G
 from t5accel import machine
 from t5accel.checks import as_count
 from t5accel.errors import InputError
-from t5accel.models.load import BUNDLED
 from t5accel.tokenization import TokenizerFile
 
 MODEL, STUDENT = "mini", "mini-d1"
@@ -70,27 +69,21 @@ def forced_rungs() -> tuple[Rung, ...]:
     )
 
 
-def natural_rungs(student: str | None = None) -> tuple[Rung, ...]:
+def natural_rungs() -> tuple[Rung, ...]:
     """For the bundled model and real texts; first those of latency, then those that answer many texts at once."""
-    student = student or (STUDENT if STUDENT in BUNDLED else None)
-    rungs = [
+    return (
         *_BELOW,
         Rung("fused", "a fused step, buffers that stay", "loop", SYSTEMS[f"{_LOOP}, fused step"]),
         Rung("int8", "8 bits", "fused", _INT8),
         Rung("int4", "4 bits in place of 8", "int8", SYSTEMS[f"{_LOOP}, int4"]),
         Rung("lookup", "drafts copied from the source", "int8", LOOKUP),
+        Rung("student", "a student", "int8", _INT8, STUDENT),
+        Rung("student, lookup", "drafts, with the student", "student", LOOKUP, STUDENT),
         Rung("naive, batches", f"{AT_ONCE} texts at once, naive", "naive", _BELOW[0].system, batch=AT_ONCE),
         Rung("batches", f"{AT_ONCE} texts at once", "int8", _INT8, batch=AT_ONCE),
         Rung("dynamic, batches", "8 bits tuned for throughput", "batches", THROUGHPUT, batch=AT_ONCE),
-    ]
-    if student is not None:
-        rungs[8:8] = [
-            Rung("student", "a student", "int8", _INT8, student),
-            Rung("student, lookup", "drafts, with the student", "student", LOOKUP, student),
-        ]
-        last = ("student, batches", "a student, in batches", "dynamic, batches")
-        rungs.append(Rung(*last, THROUGHPUT, student, AT_ONCE))
-    return tuple(rungs)
+        Rung("student, batches", "a student, in batches", "dynamic, batches", THROUGHPUT, STUDENT, AT_ONCE),
+    )
 
 
 def climb(

@@ -13,6 +13,7 @@ import numpy as np
 
 from bench import evaluation
 from bench.results import Row, scores
+from bench.systems import by_generate
 from t5accel.backends.model_defaults import by_defaults
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.backend import Backend
@@ -187,12 +188,4 @@ def graph_quality(like: str | os.PathLike[str], **options: Any) -> Score:
 
 def model_quality(model: Any, tokenizer: Any, **options: Any) -> Row:
     """Score a PyTorch model by its ``generate()``, greedy; ``options`` are those of `evaluation.evaluate`."""
-    import torch
-
-    def generate(ids: np.ndarray, mask: np.ndarray, shortest: int, longest: int) -> np.ndarray:
-        found = model.generate(
-            torch.as_tensor(ids), attention_mask=torch.as_tensor(mask), max_new_tokens=longest, num_beams=1
-        )
-        return found[:, 1:].numpy()
-
-    return generated_scores(generate, tokenizer, **options)
+    return generated_scores(by_generate(model), tokenizer, **options)

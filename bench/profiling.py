@@ -1,9 +1,9 @@
-"""Profiles of a decoding step: bytes handed over, operators called, kernels launched."""
+"""Profiles of a decoding step: operators called, kernels launched, and what those cost."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,51 +19,6 @@ from t5accel.graphs.ort_levels import import_onnxruntime
 from t5accel.graphs.weights import T5Weights
 from t5accel.models.sizes import T5Dims
 from t5accel.timing import measure
-
-_INT64, _FLOAT32 = 8, 4  # bytes
-
-
-@dataclass(frozen=True)
-class StepTraffic:
-    """Bytes of one decoding step."""
-
-    handed_in: Mapping[str, int]  # by kind of tensor, from Python to the session
-    taken_back: Mapping[str, int]  # by kind of tensor, from the session to Python
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(self.handed_in.values()) + sum(self.taken_back.values())
-
-
-def bytes_per_step(
-    dims: T5Dims, *, batch: int, rows: int, past: int, new: int, source: int, element_bytes: int = _FLOAT32
-) -> dict[str, StepTraffic]:
-    """Count the bytes that a step hands over, fed from numpy and bound.
-
-    Fed (`OrtNumpy`), keys and values of self-attention (B, K, H_i, P, d_kv) and cross-attention (B, H_i, S, d_kv) go in
-    at every step, and the longer past comes back. Bound (`OrtBound`, `OrtPointers`), the session keeps them: tokens and
-    the mask of the past go in, logits (B, K, T, V) come out. That much crosses the bus to a GPU; on a CPU the same
-    tensors change hands without a copy.
-
-    ``element_bytes`` is the size of a key's or value's element; logits are float32, tokens and masks int64. Returns
-    ``{"fed": …, "bound": …}``.
-    """
-    sizes = {"batch": batch, "rows": rows, "new": new, "source": source, "element_bytes": element_bytes}
-    for name, value in sizes.items():
-        as_count(value, name, at_least=1)
-    as_count(past, "past", at_least=0)
-    position = 2 * sum(dims.decoder_heads) * dims.d_kv * element_bytes  # keys and values of one row, of all layers
-    source_position = 2 * sum(dims.cross_heads) * dims.d_kv * element_bytes
-    tokens = {"input_ids": batch * rows * new * _INT64, "past_mask": batch * rows * past * _INT64}
-    logits = {"logits": batch * rows * new * dims.vocab_size * _FLOAT32}
-    tensors = {
-        "self_attention": batch * rows * past * position,
-        "cross_attention": batch * source * source_position,
-        "attention_mask": batch * source * _INT64,
-    }
-    longer = {"self_attention": batch * rows * (past + new) * position}
-    return {"fed": StepTraffic(tokens | tensors, logits | longer), "bound": StepTraffic(tokens, logits)}
-
 
 # A small decoder on a large GPU waits for the host, which takes longer to launch a kernel than the GPU to run it. So
 # the least time of a step is a number of launches times the price of one, plus the bytes it reads over the bandwidth.

@@ -9,7 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import exp, expm1
+from math import expm1
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -207,15 +207,6 @@ def job_cost(speed: Speed, machine: MachinePrice, texts: int, *, shard_rows: int
         "repeated_shards": -(-texts // shard_rows) * expm1(exposed),  # in the mean
         "read_bytes_per_s": speed.texts_per_s / speed.threads * machine.cores * speed.read_bytes,  # of all cores
     }
-
-
-def attempts(hours: float, fails_every_h: float) -> float:
-    """Mean number of starts until a piece is done, if a failure loses all of it.
-
-    >>> round(attempts(1, 12), 3), round(attempts(48, 12))
-    (1.087, 55)
-    """
-    return exp(hours / fails_every_h)
 
 
 def speeds() -> list[Speed]:

@@ -17,7 +17,7 @@ from bench.harness import Contender, memory_alone, run_comparison
 from bench.precision import backend_scores, generated_scores
 from bench.results import Row, environment, filter_rows, format_table, get_path, rows_so_far, step_ms, write_rows
 from bench.roofline import decoder_weights_per_step
-from bench.systems import CPU_REFERENCE, SYSTEMS, BenchModel, Generate, System, select_systems
+from bench.systems import CPU_REFERENCE, SYSTEMS, BenchModel, Generate, System, by_our_loop, select_systems
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
@@ -83,7 +83,7 @@ def family_rows(
                     _prove_equal(TorchEager(model), engine, tokenizer)
                 facts = {"model": name, "precision": recipe.name, "recipe_hash": recipe.hash, **weights,
                          "size_bytes": read_manifest(folder, verify=False).graph_bytes}  # fmt: skip
-                run = partial(_sequences, engine, ids, new_tokens)
+                run = partial(_forced, ids, new_tokens, by_our_loop(engine), batch)
                 entries.append(Contender(f"{name}, {recipe.name}", lambda run=run: run, exact=False, facts=facts))
                 engines[entries[-1].name] = engine
             if on_model is not None:
@@ -128,10 +128,6 @@ def recorded_family(
 
 def _hash(model: Any) -> str:
     return source_hash(model, t5_weights(model))
-
-
-def _sequences(engine: OrtStatic, ids: np.ndarray, new_tokens: int) -> np.ndarray:
-    return greedy(engine, ids, min_new_tokens=new_tokens, max_new_tokens=new_tokens).sequences
 
 
 def _prove_equal(checkpoint: Backend, export: OrtStatic, tokenizer: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -60,8 +60,7 @@ def held_out(
     threads: ThreadsOption = None,
 ) -> None:
     """Score a model on the sentences held out of its training pairs."""
-    from json import dumps
-
+    from bench.results import write_json
     from t5accel.api import open_backend
     from t5accel.models.load import require_tokenizer
     from t5accel.tokenization import generate_texts
@@ -74,16 +73,12 @@ def held_out(
     backend, tokenizer, what = open_backend(model, threads=threads)
     generate = partial(generate_texts, backend, tokenizer, num_beams=1)
     found = held_out_quality(generate, pairs)
-    for part, score in zip(("all", "9-20 words"), found, strict=True):
-        if score:
-            scores = f"BLEU {score.bleu:5.1f}  chrF {score.chrf:5.1f}"
-            typer.echo(f"held-out     {part:11s} {score.sentences:4d}  {scores}")
+    for part, name in (("all", "held_out"), ("9-20 words", "held_out_long")):
+        if score := found[name]:
+            scores = f"BLEU {score['bleu']:5.1f}  chrF {score['chrf']:5.1f}"
+            typer.echo(f"held-out     {part:11s} {score['sentences']:4d}  {scores}")
     if json:
-        names = ("held_out", "held_out_long")
-        scores = {name: score and asdict(score) for name, score in zip(names, found, strict=True)}
-        json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"model": model, "runs_on": what, **scores}
-        json.write_text(dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(json, {"model": model, "runs_on": what, **found})
 
 
 if __name__ == "__main__":

@@ -158,11 +158,6 @@ def question_example(rng: random.Random, *, short: bool = False) -> Example:
     return _asked(make_question(rng, short=short))
 
 
-def crowd_example(rng: random.Random) -> Example:
-    """A freshly generated question on a story about many; its first answer, or "unanswerable"."""
-    return _asked(make_crowd(rng))
-
-
 def composed_question_example(rng: random.Random) -> Example:
     """A question on a story whose topic was composed; its first answer, or "unanswerable"."""
     return _asked(make_composed_question(rng))
@@ -199,7 +194,7 @@ def mini_examples(pairs: tuple[Pair, ...] = (), *, joined_share: float = 0.08) -
         "reports of statements": lambda rng: composed_summary_example(rng, said()),
         "questions": question_example,
         "short questions": lambda rng: question_example(rng, short=True),
-        "crowds": crowd_example,
+        "crowds": lambda rng: _asked(make_crowd(rng)),
         "composed questions": composed_question_example,
         "composed crowds": lambda rng: _asked(make_composed_crowd(rng)),
         "repetition": lambda rng: repetition_example(pairs, rng),

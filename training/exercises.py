@@ -10,12 +10,11 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from t5accel.distillation.batches import Example
 from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE
 from training.pairs import Pair
 from training.texts.stories import some_names
-
-Example = tuple[str, str]
 
 REPEAT, MATCH = "repeat: ", "match: "
 _FORMS = ("{} has {}.", "{} got {}.", "{} is {}.", "The {} was {}.", "In {}, {}.", "{} was in {}.", "The {} of {}.")

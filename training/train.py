@@ -54,45 +54,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class HeldOutQuality:
-    """Corpus BLEU and chrF (0–100) over the held-out English sentences."""
-
-    sentences: int
-    references: int
-    bleu: float
-    chrf: float
-
-
 def held_out_quality(
-    generate: Callable[[list[str]], list[str]], pairs_file: str | Path, *, held_out: int = 1000, batch_size: int = 64
-) -> tuple[HeldOutQuality, HeldOutQuality | None]:
-    """Translate and score the sentences that `split_pairs` keeps out of training: of any length, and long ones.
+    generate: Callable[[list[str]], list[str]], pairs_file: str | Path, *, held_out: int = 1000
+) -> dict[str, dict[str, float] | None]:
+    """Corpus BLEU and chrF on the sentences that `split_pairs` holds out: of any length, and long ones.
 
     The second score is ``None`` if ``pairs_file``, on which the model was trained, has no long sentences.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".tsv", delete=False) as file:
     ...     _ = file.write("A b c d e.\\tF g h i j.\\nK l m n o.\\tP q r s t.\\n")
-    >>> held_out_quality(lambda texts: ["nothing"], file.name, held_out=1)
-    (HeldOutQuality(sentences=1, references=1, bleu=0.0, chrf=11.27), None)
+    >>> found = held_out_quality(lambda texts: ["nothing"], file.name, held_out=1)
+    >>> found["held_out"], found["held_out_long"]
+    ({'sentences': 1, 'references': 1, 'bleu': 0.0, 'chrf': 11.27}, None)
     """
     split = split_pairs(read_pairs(pairs_file), held_out)
-    long = _scored(generate, split.held_out_long, batch_size) if split.held_out_long else None
-    return _scored(generate, split.held_out, batch_size), long
+    parts = {"held_out": split.held_out, "held_out_long": split.held_out_long}
+    return {name: _scored(generate, rows) if rows else None for name, rows in parts.items()}
 
 
-def _scored(generate: Callable[[list[str]], list[str]], rows: HeldOut, batch_size: int) -> HeldOutQuality:
-    sources = sorted((TRANSLATE + english for english, _ in rows), key=len)  # batches of alike length waste no padding
-    references = {TRANSLATE + english: list(frenches) for english, frenches in rows}
+def _scored(generate: Callable[[list[str]], list[str]], rows: HeldOut) -> dict[str, float]:
+    rows = sorted(rows, key=lambda row: len(row[0]))  # batches of alike length waste no padding
     predictions: list[str] = []
-    for first in range(0, len(sources), batch_size):
-        predictions += generate(sources[first : first + batch_size])
-    expected = [references[source] for source in sources]
+    for first in range(0, len(rows), 64):
+        predictions += generate([TRANSLATE + english for english, _ in rows[first : first + 64]])
+    expected = [list(frenches) for _, frenches in rows]
+    scores = {"bleu": bleu(predictions, expected), "chrf": chrf(predictions, expected)}
     count = sum(map(len, expected))
-    return HeldOutQuality(
-        len(rows), count, round(bleu(predictions, expected), 2), round(chrf(predictions, expected), 2)
-    )
+    return {"sentences": len(rows), "references": count, **{name: round(one, 2) for name, one in scores.items()}}
 
 
 @dataclass(frozen=True)
@@ -101,9 +90,8 @@ class TrainConfig:
 
     steps: int = 6500
     seed: int = 0
-    learning_rate: float = 2e-3  # AdamW's, of embeddings, biases and norms (of everything with "adamw")
+    learning_rate: float = 2e-3  # AdamW's, of embeddings, biases and norms
     matrix_learning_rate: float = 2.5e-3  # Muon's
-    optimizer: str = "muon"  # or "adamw"
     warmup_steps: int = 300
     decay_share: float = 0.25
     label_smoothing: float = 0.1
@@ -117,8 +105,6 @@ class TrainConfig:
     head_inits: tuple[HeadInit, ...] | None = ()  # None: `choose_head_inits` finds them
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("muon", "adamw"):
-            raise InputError(f"optimizer must be 'muon' or 'adamw', got {self.optimizer!r}.")
         if self.steps < 1:
             raise InputError(f"steps must be at least 1, got {self.steps}.")
 
@@ -248,8 +234,8 @@ def train_model(
         raise InputError(f"No {stable}: this run has not reached its decay, or is prolonged. Leave --prolong out.")
     model = new_model(config) if start is None else continued_model(start, config)
     model = model.to(device).train()
-    muon_rate = config.matrix_learning_rate if config.optimizer == "muon" else None
-    optimizers = new_optimizers(model, learning_rate=config.learning_rate, matrix_learning_rate=muon_rate)
+    rates = dict(learning_rate=config.learning_rate, matrix_learning_rate=config.matrix_learning_rate)
+    optimizers = new_optimizers(model, **rates)
     validate = make_loss_validator(held_out, tokenizer)
     context = tokenizer.convert_tokens_to_ids(CONTEXT)
 

@@ -49,8 +49,6 @@ class RowState:
     source: Arrays
     # what they are handed for the history: keys and values (R, H_i, P, d_kv), or tokens (R, P)
     past: Arrays = field(default_factory=dict)
-    # the bytes that the last step handed in and took back, each by kind of tensor, from its arrays
-    traffic: tuple[dict[str, int], dict[str, int]] | None = None
 
 
 class RowBackend(ABC):
@@ -85,7 +83,6 @@ class RowBackend(ABC):
         file, inputs = self._inputs(state, np.ascontiguousarray(input_ids.reshape(-1, count)), rows)
         outputs = self._run(file, inputs)
         source, past = self._after(state, inputs, outputs)
-        state.traffic = _bytes_by_kind(inputs), _bytes_by_kind(outputs)
         state.rows, state.source, state.past = rows, source, past
         return outputs["logits"][:, -count:].reshape(*input_ids.shape, self.vocab_size)
 
@@ -242,21 +239,6 @@ def _positions_of(array: np.ndarray, index: np.ndarray) -> np.ndarray:
     if array.ndim == 2:
         return np.take_along_axis(array, index, axis=1)
     return np.ascontiguousarray(np.take_along_axis(array, index[:, None, :, None], axis=2))
-
-
-def _bytes_by_kind(arrays: Arrays) -> dict[str, int]:
-    counted: dict[str, int] = {}
-    for name, array in arrays.items():
-        kind = _kind(name)
-        counted[kind] = counted.get(kind, 0) + array.nbytes
-    return counted
-
-
-def _kind(name: str) -> str:
-    """As `bench.profiling` calls it."""
-    if name.startswith(("cross_", "present_cross_")):
-        return "cross_attention"
-    return "self_attention" if name.startswith(("past_key_", "past_value_", "present_")) else name
 
 
 # The encoder and the head on ONNX Runtime, the decoder between them in torch: the layout of the class OnnxT5 of 2020.

@@ -1,4 +1,4 @@
-"""Older layouts, written from the same weights as our two graphs, read, and weighed."""
+"""Older layouts, written from the same weights as our two graphs, and read."""
 
 # - "whole": the complete T5 in one graph, without a cache.
 # - "onnxt5": encoder and head as graphs; the decoder stays in torch, where it can have a cache (the class OnnxT5 of a
@@ -11,14 +11,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import onnx
 
 from bench.baselines.layout_graphs import LAYOUTS
 from t5accel.checks import as_count, check_file, read_json_object
@@ -122,88 +119,8 @@ def read_layout(folder: str | os.PathLike[str], *layouts: str) -> Layout:
 
 
 def _write(path: Path, graph: GraphBuilder, threshold: int) -> None:
-
     plan, beside = WeightsLayout.plan({path.name: graph}, threshold), f"{path.name}.data"
     if plan.places:
         plan.write(path.with_name(beside))
     places = {name: (beside, offset, length) for name, (_, offset, length) in plan.references().items()}
     path.write_bytes(graph.proto(places).SerializeToString())
-
-
-# What a layout costs, read from its files: how many bytes, which weights stand there twice, what a step runs.
-
-
-@dataclass(frozen=True)
-class LayoutSizes:
-    """The row of a table of layouts."""
-
-    files: Mapping[str, int]  # bytes of each graph, and of each file of weights beside them
-    graphs: int  # how many there are
-    weight_bytes: int  # of all weights, as often as they are stored
-    repeated_bytes: int  # of these, copies of a weight that another graph holds too
-    decoder_bytes: int  # of the decoder's layers and of a head that is not the embedding, as often as they are stored
-    repeated_decoder_bytes: int  # of these, copies
-    encoder_runs_per_step: int  # 1 if the graph that gives the logits holds the encoder, else 0
-
-    @property
-    def size_bytes(self) -> int:
-        """Of all files together."""
-        return sum(self.files.values())
-
-
-def layout_sizes(folder: str | os.PathLike[str]) -> LayoutSizes:
-    """Weigh the graphs in a folder, of any layout: those of `layouts.export_layout` and of `export.export_model`.
-
-    Weights are told by their names, which are transformers' (``decoder.block.0.…``). One that several graphs read from
-    the same place of a file beside them is stored once.
-    """
-    folder = as_folder(folder)
-    try:
-        files = {
-            path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.suffix in (".onnx", ".data")
-        }
-        graphs = {name: onnx.load(folder / name, load_external_data=False).graph for name in files if _is_graph(name)}
-    except Exception as error:  # what is no graph is an error of protobuf, which is not for us to import
-        raise ExportError(f"The graphs in {folder} cannot be read: {error}") from error
-    if not graphs:
-        raise ExportError(f"{folder} holds no graphs: write some with export_layout or export_model.")
-    stored: dict[tuple[str, str], tuple[str, int]] = {}  # by file and place in it: a weight's name and bytes
-    for file, graph in graphs.items():
-        for tensor in graph.initializer:
-            if "." in tensor.name:  # others are constants, which every graph counts anew
-                place = {entry.key: entry.value for entry in tensor.external_data}
-                where = (place["location"], place["offset"]) if place else (file, tensor.name)
-                stored[where] = tensor.name, _size_bytes(tensor)
-    every = list(stored.values())
-    once = list(dict(every).items())
-    decoder = "decoder.", "lm_head."
-    return LayoutSizes(
-        files=files,
-        graphs=len(graphs),
-        weight_bytes=_total(every),
-        repeated_bytes=_total(every) - _total(once),
-        decoder_bytes=_total(every, decoder),
-        repeated_decoder_bytes=_total(every, decoder) - _total(once, decoder),
-        encoder_runs_per_step=sum(_gives_logits(graph) and _holds(graph, "encoder.") for graph in graphs.values()),
-    )
-
-
-def _is_graph(file: str) -> bool:
-    return file.endswith(".onnx")
-
-
-def _gives_logits(graph: onnx.GraphProto) -> bool:
-    return any(output.name == "logits" for output in graph.output)
-
-
-def _holds(graph: onnx.GraphProto, prefix: str) -> bool:
-    return any(tensor.name.startswith(prefix) for tensor in graph.initializer)
-
-
-def _size_bytes(tensor: onnx.TensorProto) -> int:
-    return math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-
-
-def _total(weights: Iterable[tuple[str, int]], prefixes: str | tuple[str, ...] = "") -> int:
-    """``str.startswith`` takes several prefixes; every name starts with the empty one."""
-    return sum(size_bytes for name, size_bytes in weights if name.startswith(prefixes))

@@ -158,21 +158,10 @@ def dynamic_int8(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> P
 
 
 def static_int8(
-    path: str | os.PathLike[str], out: str | os.PathLike[str], batches: Iterable[Mapping[str, np.ndarray]],
-    *, method: str = "MinMax",
-) -> Path:  # fmt: skip
-    """Weights and activations in int8 by scales that ``batches`` of inputs gave beforehand.
-
-    Args:
-        method: of calibration: ``"MinMax"``, ``"Entropy"`` or ``"Percentile"``.
-    """
-    from onnxruntime.quantization import (
-        CalibrationDataReader,
-        CalibrationMethod,
-        QuantFormat,
-        QuantType,
-        quantize_static,
-    )
+    path: str | os.PathLike[str], out: str | os.PathLike[str], batches: Iterable[Mapping[str, np.ndarray]]
+) -> Path:
+    """Weights and activations in int8, by the least and largest values that ``batches`` gave."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
     class Examples(CalibrationDataReader):
         def __init__(self) -> None:
@@ -185,7 +174,6 @@ def static_int8(
         quantize_static(
             path, out, Examples(), quant_format=QuantFormat.QDQ, per_channel=True, weight_type=QuantType.QInt8,
             activation_type=QuantType.QUInt8, op_types_to_quantize=["MatMul", "Gemm"],
-            calibrate_method=getattr(CalibrationMethod, method),
         )  # fmt: skip
     return Path(out)
 
@@ -193,30 +181,29 @@ def static_int8(
 def fed_run(path: str | os.PathLike[str], settings: SessionSettings | None = None) -> Run:
     """ONNX Runtime fed from numpy arrays: each call makes new outputs."""
     session = open_session(path, settings or SessionSettings())
+    names = [one.name for one in session.get_inputs()]
 
     def run(inputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        return tuple(session.run(list(OUTPUTS), {name: inputs[name] for name in names_of(session)}))
+        return tuple(session.run(list(OUTPUTS), {name: inputs[name] for name in names}))
 
     return run
 
 
-def bound_run(path: str | os.PathLike[str], batch: int, tokens: int, settings: SessionSettings | None = None) -> Run:
+def bound_to(session: onnxruntime.InferenceSession, batch: int, tokens: int) -> Run:
     """ONNX Runtime on memory that stays: inputs are written into bound arrays, outputs read from others.
 
-    What it returns is overwritten by its next call. All calls are of (``batch``, ``tokens``).
+    What it returns is overwritten by its next call. All calls are of (``batch``, ``tokens``); one session may be bound
+    for several shapes, which share its weights.
     """
-    return bound_to(open_session(path, settings or SessionSettings()), batch, tokens)
+    import onnxruntime
 
-
-def bound_to(session: onnxruntime.InferenceSession, batch: int, tokens: int) -> Run:
-    """The same for a session that is open; one session may be bound for several shapes, which share its weights."""
     binding = session.io_binding()
-    given = {name: np.zeros((batch, tokens), np.int64) for name in names_of(session)}
+    given = {one.name: np.zeros((batch, tokens), np.int64) for one in session.get_inputs()}
     found = {name: np.zeros((batch, tokens), np.float32) for name in OUTPUTS}
     for name, array in given.items():
-        binding.bind_ortvalue_input(name, ortvalue(array))
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))  # the same memory
     for name, array in found.items():
-        binding.bind_ortvalue_output(name, ortvalue(array))
+        binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
 
     def run(inputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         for name, array in given.items():
@@ -225,15 +212,3 @@ def bound_to(session: onnxruntime.InferenceSession, batch: int, tokens: int) -> 
         return tuple(found.values())
 
     return run
-
-
-def names_of(session: onnxruntime.InferenceSession) -> Sequence[str]:
-    """The inputs of a session, in its order."""
-    return [one.name for one in session.get_inputs()]
-
-
-def ortvalue(array: np.ndarray) -> onnxruntime.OrtValue:
-    """An array as ONNX Runtime takes it; on a CPU it is the same memory."""
-    import onnxruntime
-
-    return onnxruntime.OrtValue.ortvalue_from_numpy(array)

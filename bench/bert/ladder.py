@@ -17,7 +17,7 @@ import numpy as np
 from bench import evaluation
 from bench.bert.graphs import (
     INPUTS,
-    bound_run,
+    bound_to,
     dynamic_int8,
     export_bert,
     fed_run,
@@ -30,7 +30,7 @@ from bench.bert.model import widths
 from bench.bert.spans import Run, answerer, torch_run
 from bench.harness import Contender, ratio, run_comparison
 from bench.results import Row, scores
-from t5accel.backends.ort_session import SessionSettings
+from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import InputError
 from t5accel.graphs.rewriting import count_nodes
 from t5accel.models.load import cast_model
@@ -133,7 +133,7 @@ def build(rung: Rung, readers: Readers, batch: int, tokens: int) -> Run:
         return torch_run(optimum_reader(model, readers.folder / f"{rung.which}-optimum", readers.threads))
     path = readers.graph(rung.which, rung.graph)
     if rung.kind == "bound":
-        return bound_run(path, batch, tokens, readers.settings())
+        return bound_to(open_session(path, readers.settings()), batch, tokens)
     return fed_run(path, readers.settings())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ import numpy as np
 
 from bench.bert.spans import CLS, PAD, SEP, UNK, as_berts
 from bench.results import Row
-from bench.serving.load import Load, ask, offer
-from bench.serving.rates import load_row, one_by_one
+from bench.serving.load import ask
+from bench.serving.rates import offered, one_by_one
 from bench.serving.servers import Running, Server, kind_command
 from t5accel.errors import InputError
 from t5accel.models.prefixes import CONTEXT, QUESTION
@@ -119,8 +118,7 @@ def served_rows(
                 means = [row["mean_s"] for row in new if row["measured"] == "sequential"]
                 rate = protocol.load * len(means) / sum(means)
             mixed = [body for of_length in bodies.values() for body in of_length]
-            load = Load(running.url, mixed, rate_per_s=rate, seconds=protocol.seconds)
-            row = load_row(load, asyncio.run(offer(load)), limit_s=5 / rate, measured="open loop")
+            row = offered(running, mixed, limit_s=5 / rate, rate_per_s=rate, seconds=protocol.seconds)
             del row["tokens_per_s"]  # of spans nobody counts them
             rows += [{**row, **about} for row in (*new, row)]
     return rows

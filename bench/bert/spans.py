@@ -47,20 +47,13 @@ class Read(NamedTuple):
     contexts: Sequence[str]  # the texts
 
 
-def read(
-    tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], contexts: Sequence[str], *,
-    padded_to: int | None = None,
-) -> Read:  # fmt: skip
-    """A batch for a BERT; a text that is too long loses its end.
-
-    Args:
-        padded_to: so many tokens in every row, in place of the longest row's.
-    """
+def read(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], contexts: Sequence[str]) -> Read:
+    """A batch for a BERT; a text that is too long loses its end."""
     if not questions or len(questions) != len(contexts):
         raise InputError(f"{len(questions)} questions on {len(contexts)} texts: give a text for each, at least one.")
     encoded = tokenizer(
-        list(questions), list(contexts), truncation="only_second", max_length=padded_to or MOST_TOKENS,
-        padding="max_length" if padded_to else True, return_offsets_mapping=True, return_token_type_ids=True,
+        list(questions), list(contexts), truncation="only_second", max_length=MOST_TOKENS, padding=True,
+        return_offsets_mapping=True, return_token_type_ids=True,
     )  # fmt: skip
     names = ("input_ids", "token_type_ids", "attention_mask")
     inputs = {name: np.array(encoded[name], dtype=np.int64) for name in names}
@@ -117,16 +110,14 @@ def answers(batch: Read, start: np.ndarray, end: np.ndarray, *, threshold: float
     return found
 
 
-def answerer(
-    tokenizer: PreTrainedTokenizerBase, run: Run, *, threshold: float, padded_to: int | None = None
-) -> Callable[[list[str]], list[str]]:
+def answerer(tokenizer: PreTrainedTokenizerBase, run: Run, *, threshold: float) -> Callable[[list[str]], list[str]]:
     """A function from T5's texts, "question: … context: …", to answers, as `evaluation.evaluate` takes it."""
 
     def answer(texts: list[str]) -> list[str]:
         parts = [text.removeprefix(QUESTION).split(CONTEXT, 1) for text in texts]
         if wrong := [text for text, part in zip(texts, parts, strict=True) if len(part) != 2]:
             raise InputError(f"{wrong[0]!r:.80} is no 'question: … context: …'.")
-        batch = read(tokenizer, [part[0] for part in parts], [part[1] for part in parts], padded_to=padded_to)
+        batch = read(tokenizer, [part[0] for part in parts], [part[1] for part in parts])
         return answers(batch, *run(batch.inputs), threshold=threshold)
 
     return answer

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.evaluation import rows
 from t5accel import machine
 from t5accel.errors import InputError
 from t5accel.models.prefixes import CONTEXT, QUESTION, SUMMARIZE, TRANSLATE
@@ -26,70 +27,14 @@ if TYPE_CHECKING:
 # What the demo and the web page offer: tasks, the fields of each, and examples that their models answer rightly.
 
 
-# Rows of the evaluation sets by their ids, each task's first one prefilled. The bundled models, and the readers, answer
-# them as a reference does in every precision that is offered; in `WRONG` none does. A test holds both.
-EXAMPLES: dict[str, dict[str, str]] = {
-    "translation-162": {"text": "I'm looking for a gift for my mother."},
-    "translation-118": {"text": "Please close all the windows before leaving."},
-    "translation-196": {"text": "My luggage arrived two days later."},
-    "translation-167": {"text": "Nobody was waiting for us at the station."},
-    "translation-001": {"text": "The kitchen sink is leaking."},
-    "summaries-seen-043": {
-        "text": (
-            "A train from Hazelhill to Millland was held up. The delay was caused by a fallen tree. The train "
-            "finally arrived 126 minutes late. Last week the train carried 579 people. Kenji Boldiman shared "
-            "sandwiches in the aisle. At first staff spoke of 90 minutes. On board were 561 passengers."
-        )
-    },
-    "summaries-seen-005": {
-        "text": (
-            "In Reddale a new library opened its doors. Writer Harry Lamennak cut the ribbon. Magda Kalison "
-            "borrowed a book about whales. The former library held 120 thousand books. Anton Marinsen had wanted a "
-            "larger garden. In total the shelves hold 106 thousand books. In the end the building cost 443 "
-            "thousand dollars. Children came by bus from Kington."
-        )
-    },
-    "questions-seen-083": {
-        "question": "What time did Rosa serve the curry?",
-        "context": (
-            "For Lars, Rosa cooked curry. Rosa cooked for 47 minutes. Rosa served the curry at 11:25. For Naomi, "
-            "Jack cooked pancakes. At 9:20, Jack served the pancakes. Jack cooked for 57 minutes."
-        ),
-    },
-    "questions-seen-048": {
-        "question": "How many pages did the book about rivers have?",
-        "context": (
-            "In Crommouth, Priya borrowed a book about rivers. Tara borrowed a book about bees in Langwell. Daria "
-            "wrote the book about bees. The book about rivers had 139 pages. Gerald wrote the book about rivers. "
-            "The book about bees had 170 pages."
-        ),
-    },
-    "questions-seen-018": {
-        "question": "Where was the school built?",
-        "context": (
-            "The station in Farnfield was built in 1902. In 1949, a bridge was built in Delwell. In 1839, a school "
-            "was built in Walwell."
-        ),
-    },
-    "questions-seen-081": {
-        "question": "What did Quentin put the pears in?",
-        "context": (
-            "Quentin picked 10 pears on Tuesday. Quentin put the pears in a hamper. Henry picked 27 walnuts on Sunday."
-        ),
-    },
-    "questions-seen-063": {
-        "question": "When did Alma serve the noodles?",
-        "context": "For Samir, Julia cooked pasta. Alma cooked noodles for Bianca. At 6:15, Julia served the pasta.",
-    },
-    "questions-unseen-091": {
-        "question": "Who was the captain of the Sea Falcon?",
-        "context": (
-            "Captain Jasmin sailed the Brave Heron to Elkmoor. Jasmin had a cargo of coffee. Captain Hector sailed "
-            "the Salty Wind to Ivyhaven. The Salty Wind carried coal. Captain Salome sailed the Morning Tide to "
-            "Quarcrest. Salome had a cargo of maize."
-        ),
-    },
-}
+# Ids of rows of the evaluation sets, each task's first one prefilled. The bundled models, and the readers, answer them
+# as a reference does in every precision that is offered; in `WRONG` none does. A test holds both.
+EXAMPLES = (
+    "translation-162", "translation-118", "translation-196", "translation-167", "translation-001",
+    "summaries-seen-043", "summaries-seen-005",
+    "questions-seen-083", "questions-seen-048", "questions-seen-018", "questions-seen-081", "questions-seen-063",
+    "questions-unseen-091",
+)  # fmt: skip
 WRONG = ("translation-001",)
 
 
@@ -114,8 +59,10 @@ def menu() -> list[Task]:
     """All tasks, with their examples."""
 
     def task(id_: str, label: str, language: str, template: str, name: str, **fields: str) -> Task:
-        ids = [one for one in EXAMPLES if one.startswith(name)]
-        examples = [EXAMPLES[one] for one in ids]
+        known = {row["id"]: row for row in rows(name)}
+        ids = [one for one in EXAMPLES if one in known]
+        # A text to translate or to summarise is the row's source.
+        examples = [{field: known[one].get(field) or known[one]["source"] for field in fields} for one in ids]
         failure = " (known failure: answered wrongly)"
         firsts = [next(iter(texts.values())) for texts in examples]
         titles = [text + failure * (one in WRONG) for one, text in zip(ids, firsts, strict=True)]

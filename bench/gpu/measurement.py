@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.cards import gpu_clocks_mhz
 from bench.gpu.cells import Cell
 from bench.harness import Contender, error_line, run_comparison
 from bench.profiling import Prices, kernels, operators, prices
@@ -36,6 +35,7 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.backends.torch_static_buffers import LONGEST_RUN
 from t5accel.decoding.sampling import SamplingParams, probabilities, sample
 from t5accel.errors import InputError
+from t5accel.machine import nvidia_smi
 from t5accel.models.sizes import T5Dims
 from t5accel.parity import ParityError, assert_close, assert_varied
 from t5accel.serve.scheduler import Scheduler
@@ -420,6 +420,12 @@ def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Ro
     yield counted
     if subject.device == "cuda":
         yield from (priced, profiled, profiled_eager, copies, clocks)
+
+
+def gpu_clocks_mhz() -> dict[str, int]:
+    """The GPU's current clocks, ``{"sm", "memory"}`` in MHz, so ask under load; empty if unknown."""
+    found = nvidia_smi("clocks.sm", "clocks.mem")
+    return {name: int(value) for name, value in zip(("sm", "memory"), found, strict=False) if value.isdigit()}
 
 
 def _row(name: str, cell: Cell) -> Row:

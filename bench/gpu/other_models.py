@@ -19,10 +19,9 @@ import torch
 from bench.bert.ladder import ON_GPU, Readers, speed_rows
 from bench.bert.model import RANDOM_SIZES, random_bert
 from bench.gpt2 import OPTIMUM, WAYS, Gpt2, gpt2_rows, random_gpt2
-from bench.gpu.cards import slug
 from bench.gpu.cells import Cell
 from bench.gpu.measurement import let_go
-from bench.gpu.suite import SUITE, Book, table
+from bench.gpu.suite import SUITE, Book, slug, table
 from bench.results import Row, environment
 from t5accel import machine
 from t5accel.errors import MissingPackageError

@@ -1,16 +1,16 @@
 """The GPU suite: cells in order of priority, each kept as soon as it is measured, within a few minutes.
 
-``python -m bench.gpu.suite --json FILE`` (or ``python -m bench board --suite gpu --json FILE``) on a machine that has
-torch, transformers and numpy and nothing else. The same command goes on where an interrupted run stopped, and tries
-again what failed in it. It ends with 0 when it is through or its minutes are over, with 3 when a cell has not come
-back, and with 4 when the device is lost for this process: then a new one can go on (`scripts/gpu_bundle.py` writes such
-a loop).
+``python -m bench.gpu.suite --json FILE`` on a machine that has torch, transformers and numpy and nothing else. The same
+command goes on where an interrupted run stopped, and tries again what failed in it. It ends with 0 when it is through
+or its minutes are over, with 3 when a cell has not come back, and with 4 when the device is lost for this process: then
+a new one can go on (`scripts/gpu_bundle.py` writes such a loop).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from bench.gpu.cards import slug
 from bench.gpu.cells import Cell, cells_for
 from bench.gpu.measurement import PRECISIONS, failed, let_go, measure
 from bench.harness import error_line
@@ -35,6 +34,9 @@ RESERVE_S = 10.0  # for the end of a cell and for the table
 SUITE = 3  # rows of another one are not gone on with
 NOT_BACK = "it has not come back: the process ended here"
 CONDITIONS = ("suite", "device", "machine.gpu.name", "versions.torch", "versions.transformers")  # of all rows of a file
+
+# Vendors, product lines, memory sizes and form factors. What tells faster cards from slower ones stays: PCIe, NVL, Ti.
+_DROPPED = re.compile(r"nvidia|amd|tesla|geforce|quadro|radeon|instinct|graphics|gpu|generation|\d+gb|hbm\d*e?|sxm\d*")
 
 
 class DeviceLostError(T5AccelError):
@@ -119,6 +121,24 @@ def run_suite(
             )
     say(f"\n{table(book.rows)}")
     return book.rows
+
+
+def slug(name: str) -> str:
+    """The short name of a card, by which its files are called.
+
+    ``name`` is what torch or the driver reports. Raises ``InputError`` where it has no letter or digit.
+
+    >>> slug("NVIDIA H100 80GB HBM3"), slug("NVIDIA H100 PCIe"), slug("NVIDIA A100-SXM4-40GB")
+    ('h100', 'h100-pcie', 'a100')
+    >>> slug("Tesla T4"), slug("NVIDIA GeForce RTX 4090"), slug("NVIDIA L40S")
+    ('t4', 'rtx-4090', 'l40s')
+    """
+    words = [word for word in re.split(r"[\s_-]+", name.lower()) if word]
+    kept = [word for word in words if not _DROPPED.fullmatch(word)] or words
+    found = re.sub(r"[^a-z0-9]+", "-", " ".join(kept)).strip("-")
+    if not found:
+        raise InputError(f"The GPU's name is {name!r}; give the name that torch reports, such as 'NVIDIA H200'.")
+    return found
 
 
 class Book:

@@ -8,7 +8,6 @@ from recorded rows. Run it whenever a file under `data/results/` was recorded an
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import tomllib
@@ -190,9 +189,9 @@ def _origin(path: Path) -> dict[str, Any]:
     return {"machine": machine, "date": content["date"], "versions": versions}
 
 
-def read_claims(path: Path = DATA / "claims.toml") -> list[dict[str, Any]]:
+def read_claims() -> list[dict[str, Any]]:
     """The claims, each with its source in full."""
-    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    content = tomllib.loads((DATA / "claims.toml").read_text(encoding="utf-8"))
     claims = []
     for claim in content["claim"]:
         source = content["source"][claim["source"]]
@@ -272,13 +271,9 @@ def _line(one: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Write the record, and the page beside it."""
-    parser = argparse.ArgumentParser(description="Write what was measured of every claim.")
-    parser.add_argument("--json", type=Path, default=DATA / "results" / "claims.json", help="where it goes")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the same for readers")
-    args = parser.parse_args()
     content = record(read_claims())
-    write_json(args.json, content)
-    args.page.write_text(page(content["rows"]), encoding="utf-8")
+    write_json(DATA / "results" / "claims.json", content)
+    PAGE.write_text(page(content["rows"]), encoding="utf-8")
     for row in content["rows"]:
         print(f"{row['id']:4}  {row['verdict']:21}  {row['measured'] or row['why']}")
 

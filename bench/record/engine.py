@@ -6,13 +6,11 @@ Run by `make bench`; `data/results/engine.json` is a recorded run. Each row says
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +23,7 @@ from tqdm import tqdm
 
 from bench.baselines.ort_iobinding import OrtBound
 from bench.harness import Contender, run_comparison
-from bench.results import Row, write_rows
+from bench.results import Row, record_parser, write_rows
 from t5accel import machine
 from t5accel.api import accelerate
 from t5accel.decoding.backend import Backend
@@ -37,30 +35,22 @@ from t5accel.models.load import load_model
 from t5accel.timing import Work
 
 
-@dataclass(frozen=True)
-class Soak:
-    """Memory of a process after each generation, and the number of generations that warm up."""
+def growth(resident_bytes: Sequence[int], settled_after: int) -> float:
+    """The most memory after warming up over that at its end, less one: 0.05 is five per cent.
 
-    resident_bytes: tuple[int, ...]
-    settled_after: int
-
-    @property
-    def growth(self) -> float:
-        """The most after warming up over that at its end, less one: 0.05 is five per cent.
-
-        >>> Soak((80, 100, 101, 104, 102), settled_after=2).growth
-        0.04
-        """
-        start = self.resident_bytes[self.settled_after - 1]
-        return round(max(self.resident_bytes[self.settled_after - 1 :]) / start - 1, 6)
+    >>> growth((80, 100, 101, 104, 102), settled_after=2)
+    0.04
+    """
+    settled = resident_bytes[settled_after - 1 :]
+    return round(max(settled) / settled[0] - 1, 6)
 
 
 def soak(
-    backend: Backend, *, generations: int = 2000, settled_after: int = 200, largest_batch: int = 8,
+    backend: Backend, *, generations: int, settled_after: int, largest_batch: int = 8,
     longest_source: int = 128, longest_answer: int = 32, seed: int = 0,
     on_generation: Callable[[], None] = lambda: None,
-) -> Soak:  # fmt: skip
-    """Greedy generations of random tokens; batch, source and forced length are drawn anew for each.
+) -> list[int]:  # fmt: skip
+    """Memory of this process after each greedy generation; batch, source and forced length are drawn anew for each.
 
     The largest of each is drawn before ``settled_after`` ends, so later generations need no more memory.
     """
@@ -80,9 +70,10 @@ def soak(
         greedy(backend, ids, np.ones_like(ids), min_new_tokens=answer, max_new_tokens=answer)
         resident.append(machine.resident_memory_bytes() or 0)
         on_generation()
-    return Soak(tuple(resident), settled_after)
+    return resident
 
 
+SETTLED_AFTER = 200  # generations
 EXPORTED = ("mini", "random:t5-small", "random:t5-base")
 WAYS = {  # what each way of running the bundled model has to import, and the packages that a user installs for it
     "ONNX Runtime, numpy and tokenizers alone": (
@@ -145,12 +136,13 @@ def soak_row(generations: int) -> Row:
     """How much the memory of a process grows while it generates with changing batch and lengths."""
     with tempfile.TemporaryDirectory() as folder, tqdm(total=generations, desc="soak", unit="gen") as bar:
         export_model("mini", Path(folder) / "export", external_threshold_bytes=0)
-        result = soak(OrtBound(Path(folder) / "export"), generations=generations, on_generation=bar.update)
-    resident = result.resident_bytes
+        resident = soak(OrtBound(Path(folder) / "export"), generations=generations, settled_after=SETTLED_AFTER,
+                        on_generation=bar.update)  # fmt: skip
     return {
-        "measured": "soak", "model": "mini", "backend": "backends.ort.bound", "growth": result.growth,
-        "settings": {"generations": generations, "settled_after": result.settled_after},
-        "resident_bytes": list(resident[result.settled_after - 1 :: max(1, generations // 20)]),
+        "measured": "soak", "model": "mini", "backend": "backends.ort.bound",
+        "growth": growth(resident, SETTLED_AFTER),
+        "settings": {"generations": generations, "settled_after": SETTLED_AFTER},
+        "resident_bytes": resident[SETTLED_AFTER - 1 :: max(1, generations // 20)],
     }  # fmt: skip
 
 
@@ -274,8 +266,7 @@ def _installed_bytes(name: str) -> int:
 
 def main() -> None:
     """Measure everything and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = record_parser(__doc__)
     parser.add_argument("--generations", type=int, default=2000)
     parts = {
         "export": export_rows, "warm start": start_rows, "soak": lambda: [soak_row(options.generations)],

@@ -26,6 +26,7 @@ from bench.results import Row, environment, record_parser, rows_so_far, write_ro
 from t5accel import machine
 
 LARGE, GPT2 = "random:bert-large", "random:gpt2"
+GRAPHS = Path("build/study")  # where graphs are kept
 TOKENS, BATCHES = 512, (1, 8)
 ON_THE_WAY = [rung for rung in RUNGS if "whole" not in rung.name]
 BESIDE = [rung for rung in RUNGS if rung.name == "PyTorch" or "whole" in rung.name]
@@ -58,15 +59,15 @@ def large(out: Path, threads: int) -> Readers:
     return Readers({"whole": whole, "pruned": pruned}, out / "bert-large", calibration, threads)
 
 
-def bert_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
+def bert_parts(out: Path, threads: int) -> Iterator[Part]:
     """The cells of bert.json, each with what measures it."""
     yield "quality", lambda: quality(out, threads)
-    for model in (READER,) if quick else (READER, LARGE):
+    for model in (READER, LARGE):
         yield f"{model}, served", lambda model=model: served(model, out, threads)
     for batch in BATCHES:
         for title, rungs in (("the way", ON_THE_WAY), ("beside it", BESIDE)):
             for model, rounds in ((READER, 11), (LARGE, 5 if batch == 1 else 3)):
-                if model == LARGE and (quick or (batch > 1 and rungs is BESIDE)):
+                if model == LARGE and batch > 1 and rungs is BESIDE:
                     continue
 
                 def measure(model=model, rungs=rungs, batch=batch, rounds=rounds) -> list[Row]:  # noqa: ANN001
@@ -110,14 +111,14 @@ def quality(out: Path, threads: int) -> list[Row]:
     return quality_rows(RUNGS, readers, tokenizer, thresholds, model=READER, keep_going=True)
 
 
-def gpt2_parts(out: Path, threads: int, quick: bool) -> Iterator[Part]:
+def gpt2_parts(out: Path, threads: int) -> Iterator[Part]:
     """The cells of gpt2.json, by the number of new tokens."""
 
     @cache
     def subject() -> Gpt2:
         return Gpt2(random_gpt2(), out / "gpt2", threads)
 
-    for new_tokens in (16, 64) if quick else (16, 64, 256):
+    for new_tokens in (16, 64, 256):
         ways = [way for way in WAYS if new_tokens <= 64 or way not in TOO_LONG]
         yield (
             f"{GPT2}, {new_tokens} tokens",
@@ -131,13 +132,11 @@ def main() -> None:
     """Measure what is not measured yet."""
     parser = record_parser("Measure the BERT study or the GPT-2 study.")
     parser.add_argument("study", choices=("bert", "gpt2"))
-    parser.add_argument("--out", type=Path, default=Path("build/study"), help="where graphs are kept (build/study)")
-    parser.add_argument("--quick", action="store_true", help="without BERT large, without the longest answers")
     args = parser.parse_args()
     threads = machine.cpu_threads()
-    command = f"python -m bench.record.other_models {args.study}{' --quick' if args.quick else ''}"
+    command = f"python -m bench.record.other_models {args.study}"
     rows = rows_so_far(args.json, {**environment(), "command": command})
-    parts = list({"bert": bert_parts, "gpt2": gpt2_parts}[args.study](args.out, threads, args.quick))
+    parts = list({"bert": bert_parts, "gpt2": gpt2_parts}[args.study](GRAPHS, threads))
     with tqdm(parts, unit="part") as bar:
         for name, measure in bar:
             bar.set_postfix_str(name)

@@ -120,28 +120,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure our engine beside its peers.")
     parser.add_argument("--grid", choices=GRIDS, default="cpu", help="which models, cells and systems (cpu)")
     parser.add_argument("--json", type=Path, help="where the rows go (build/peers/peers-GRID.json)")
-    parser.add_argument("--plot", type=Path, help="where the heat map goes; by default beside the rows")
     parser.add_argument("--build", type=Path, default=ROOT / "build/peers", help="environments and converted models")
     parser.add_argument("--quick", action="store_true", help="a corner of the grid, a few minutes")
-    parser.add_argument("--models", nargs="+", help="some models alone, such as bart-base")
     parser.add_argument("--cell", help="one cell alone: its batch, source tokens and beams, as in 32,512,4")
     parser.add_argument("--systems", nargs="*", help="some systems alone, by name; the reference is one in any case")
     parser.add_argument("--rounds", type=int, default=3, help="pairs per cell (3)")
     parser.add_argument("--minutes", type=float, default=60, help="start no cell later than this (60); 0: convert only")
     args = parser.parse_args()
     grid, json_file = GRIDS[args.grid], args.json or args.build / f"peers-{args.grid}.json"
-    models = [name if ":" in name or "/" in name else f"random:{name}" for name in args.models or grid.models]
-    cells, groups = (
-        chosen_cells(args.cell, grid.quick if args.quick else grid.cells),
-        chosen_systems(args.systems, grid),
-    )
+    cells = chosen_cells(args.cell, grid.quick if args.quick else grid.cells)
+    groups = chosen_systems(args.systems, grid)
     chosen = [*(["--grid", args.grid] if args.grid != "cpu" else []), *(["--cell", args.cell] if args.cell else []),
               *(["--systems", *args.systems] if args.systems else [])]  # fmt: skip
     threads, started = machine.cpu_threads(), time.perf_counter()
     conditions = environment() | {"threads": threads, "model": ", ".join(grid.models), "rounds": args.rounds}
     conditions["versions"] |= versions_of([system for group in grid.systems() for system in group], args.build, threads)
     rows = rows_so_far(json_file, conditions)
-    for model in models:
+    for model in grid.models:
         save_model(model, args.build / "models" / model.rpartition(":")[2].rpartition("/")[2])
         for systems in groups:
             done = {(row["system"], *model_and_cell(row)) for row in rows}
@@ -165,7 +160,7 @@ def main() -> None:
                     found = measure_cell(cell, taking_part, rounds=args.rounds, model=model, threads=threads)
                     rows += [row for row in found if (row["system"], model, cell) not in done]
                     write(json_file, conditions, rows, chosen)
-    show(rows, args.plot or json_file.with_suffix(".png"))
+    show(rows, json_file.with_suffix(".png"))
 
 
 def write(path: Path, conditions: dict[str, Any], rows: list[Row], chosen: Sequence[str] = ()) -> None:

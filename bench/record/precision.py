@@ -7,11 +7,10 @@ recipe's hash.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -20,10 +19,10 @@ from bench import evaluation
 from bench.harness import Contender, run_comparison
 from bench.precision import agreement, sweep, text_quality
 from bench.results import Row, record_parser, write_rows
+from bench.systems import Generate, by_generate, by_our_loop
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
-from t5accel.decoding.greedy_search import greedy
 from t5accel.graphs.export_cache import cached_export
 from t5accel.graphs.manifest import read_manifest
 from t5accel.models.load import load_model
@@ -106,23 +105,6 @@ def quality_rows() -> Iterator[Row]:
             yield row(recipe, Path(out) / "copy")
 
 
-def sequences(engine: OrtStatic, ids: np.ndarray, tokens: int) -> np.ndarray:
-    """Ours, at a forced length."""
-    return greedy(engine, ids, min_new_tokens=tokens, max_new_tokens=tokens).sequences
-
-
-def theirs(model: Any, ids: np.ndarray, tokens: int, use_cache: bool = True) -> np.ndarray:
-    """``generate()`` of transformers, at a forced length."""
-    import torch
-
-    tensor = torch.from_numpy(ids)
-    with torch.inference_mode():
-        return model.generate(
-            tensor, attention_mask=torch.ones_like(tensor), min_new_tokens=tokens, max_new_tokens=tokens,
-            use_cache=use_cache, do_sample=False, num_beams=1,
-        )[:, 1:].numpy()  # fmt: skip
-
-
 def speed_rows(rounds: int) -> Iterator[Row]:
     """Each recipe at t5-small's size beside transformers with its cache, greedy, source 64; last, the long way."""
     import torch
@@ -134,31 +116,33 @@ def speed_rows(rounds: int) -> Iterator[Row]:
     given = [CalibrationSample(ids[:4], np.ones_like(ids[:4]), ids[:4, :16])]
     int8 = torch.ao.quantization.quantize_dynamic(load_model(SIZE)[0], {torch.nn.Linear}, dtype=torch.qint8)
     runs = {
-        "transformers with cache": (partial(theirs, model), {}),
-        "torch dynamic int8": (partial(theirs, int8), {}),
-        "torch bf16": (partial(theirs, load_model(SIZE)[0].to(torch.bfloat16)), {}),
+        "transformers with cache": (by_generate(model), {}),
+        "torch dynamic int8": (by_generate(int8), {}),
+        "torch bf16": (by_generate(load_model(SIZE)[0].to(torch.bfloat16)), {}),
     }
+
+    def forced(generate: Generate, batch: int, tokens: int) -> Callable[[], np.ndarray]:
+        return partial(generate, ids[:batch], np.ones_like(ids[:batch]), tokens, tokens)
+
     with tempfile.TemporaryDirectory() as root:
         for recipe in tqdm((RECIPES["fp32"], *LADDER), desc="converting", unit="recipe"):
             place = folder if recipe.name == "fp32" else Path(root) / recipe.name
             if place != folder:
                 convert_export(folder, place, recipe, examples=given)
             engine = OrtStatic(place, settings=SessionSettings(threads=threads), verify=place == folder)
-            runs[recipe.name] = (
-                partial(sequences, engine),
-                {**_of(recipe), "size_bytes": read_manifest(place, verify=False).graph_bytes},
-            )
+            size_bytes = read_manifest(place, verify=False).graph_bytes
+            runs[recipe.name] = by_our_loop(engine), {**_of(recipe), "size_bytes": size_bytes}
         for batch, tokens in BATCHES.items():
             ways = [
-                Contender(name, partial(partial, run, ids[:batch], tokens), exact=name == "fp32", facts=facts)
+                Contender(name, partial(forced, run, batch, tokens), exact=name == "fp32", facts=facts)
                 for name, (run, facts) in runs.items()
             ]
             work = Work(batch, 64, tokens, threads=threads)
             yield from run_comparison(ways, work, rounds=rounds, cell="recipes", model=SIZE)
-        tokens, int4 = 256, runs["int4"][0]
+        tokens, naive, int4 = 256, by_generate(model, use_cache=False), runs["int4"][0]
         long = [
-            Contender("naive", partial(partial, theirs, model, ids[:1], tokens, False), facts=_of(RECIPES["fp32"])),
-            Contender("int4", partial(partial, int4, ids[:1], tokens), exact=False, facts=_of(RECIPES["int4"])),
+            Contender("naive", partial(forced, naive, 1, tokens), facts=_of(RECIPES["fp32"])),
+            Contender("int4", partial(forced, int4, 1, tokens), exact=False, facts=_of(RECIPES["int4"])),
         ]
         work = Work(1, 64, tokens, threads=threads)
         yield from run_comparison(long, work, rounds=rounds, cell=f"{tokens} new tokens", model=SIZE)

@@ -49,7 +49,6 @@ def main() -> None:
     """Measure and simulate, or draw the page."""
     parser = argparse.ArgumentParser(description="Measure a pace, simulate many replicas, draw the page on scale.")
     parser.add_argument("--json", type=Path, help="where the rows go; called again at the same commit, it goes on")
-    parser.add_argument("--pace-only", action="store_true", help="nothing is simulated yet")
     parser.add_argument("--page", type=Path, help="whose tables are drawn from what is recorded")
     args = parser.parse_args()
     if args.json:
@@ -61,7 +60,7 @@ def main() -> None:
             rows.append(about | {"threads": threads, "settings": asdict(measured)})
             write_rows(args.json, rows, command=COMMAND)
         kinds = [(count, fail) for count in REPLICAS for fail in (None, FAILURES) if not fail or count > 1]
-        for kind in () if args.pace_only else kinds[len(rows) - 1 :]:
+        for kind in kinds[len(rows) - 1 :]:
             rows.append(simulation(Pace(**rows[0]["settings"]), *kind))
             write_rows(args.json, rows, command=COMMAND)
     if args.page:

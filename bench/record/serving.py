@@ -8,7 +8,6 @@ them. A run: ``data/results/serving.json``.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from bench.evaluation import source_text
 from bench.harness import error_line
 from bench.results import Row, environment, filter_rows, rows_so_far, write_rows
 from bench.serving.fuzz import fuzz_server
-from bench.serving.load import Load, ask, offer
+from bench.serving.load import ask
 from bench.serving.rates import (
     BASELINE,
     FEWEST_ANSWERS,
@@ -38,8 +37,8 @@ from bench.serving.rates import (
     curve,
     is_met,
     knee,
-    load_row,
     mixed_bodies,
+    offered,
     one_by_one,
     table,
     targets,
@@ -338,9 +337,7 @@ class Measuring:
                 }  # fmt: skip
 
     def sent(self, running: Running, bodies: Sequence[Mapping[str, Any]] | None = None, **how: Any) -> Row:
-        load = Load(running.url, self.bodies if bodies is None else bodies, path=running.server.path, **how)
-        kind = "open loop" if load.clients is None else "closed loop"
-        return load_row(load, asyncio.run(offer(load)), limit_s=self.limit_s, measured=kind)
+        return offered(running, self.bodies if bodies is None else bodies, limit_s=self.limit_s, **how)
 
     def knee(self, name: str, rows: Sequence[Mapping[str, Any]]) -> float:
         """Of a server's curve."""
@@ -394,7 +391,6 @@ def main() -> None:
     parser.add_argument("--build", type=Path, default=ROOT / "build/servers", help="where Triton and Ray are installed")
     parser.add_argument("--minutes", type=float, default=60, help="begin no part later than this (60)")
     parser.add_argument("--quick", action="store_true", help="the bundled model alone: a minute or two")
-    parser.add_argument("--models", nargs="*", default=["mini", SHAPE], choices=["mini", SHAPE])
     args = parser.parse_args()
     ends_at = time.perf_counter() + args.minutes * 60
     threads, folder = machine.cpu_threads(), args.json.parent
@@ -405,7 +401,7 @@ def main() -> None:
     rows: list[Row] = rows_so_far(args.json, conditions)
     command = "python -m bench.record.serving" + (" --quick" if args.quick else "")
     models = []
-    for name in args.models[:1] if args.quick else args.models:
+    for name in ("mini",) if args.quick else ("mini", SHAPE):
         model = bundled() if name == "mini" else of_t5_small_size(folder / "t5-small")
         plan = QUICK if args.quick else SLOWER if name == SHAPE else Plan()
         models.append(Measuring(model, servers_for(model, args.build, threads), plan, folder))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bench.results import Row, filter_rows, format_table
-from bench.serving.load import Load, Outcome, ask, offer
+from bench.serving.load import Load, ask, offer
 from bench.serving.servers import Running
 from t5accel.errors import InputError
 
@@ -44,14 +44,16 @@ def mixed_bodies(text: Text, count: int = 400, *, longest_source: int = 40, seed
     return bodies
 
 
-def load_row(load: Load, outcome: Outcome, *, limit_s: float, **facts: Any) -> Row:
-    """What came of a load."""
+def offered(running: Running, bodies: Sequence[Mapping[str, Any]], *, limit_s: float, **how: Any) -> Row:
+    """Put a load on a server, as `Load` takes it in ``how``: what came of it."""
+    load = Load(running.url, bodies, path=running.server.path, **how)
+    outcome = asyncio.run(offer(load))
     short = {number for number, body in enumerate(load.requests) if body.get("max_new_tokens", LONG) <= SHORT[1]}
     answered = len(outcome.latency_s)
     row: dict[str, Any] = {
-        **facts, "forced": False, "seconds": load.seconds, "answered": answered,
-        "unanswered": outcome.statuses.total() - answered, "answers_per_s": answered / outcome.wall_s,
-        "goodput_per_s": outcome.goodput_per_s(limit_s), "limit_s": limit_s,
+        "measured": "open loop" if load.clients is None else "closed loop", "forced": False,
+        "seconds": load.seconds, "answered": answered, "unanswered": outcome.statuses.total() - answered,
+        "answers_per_s": answered / outcome.wall_s, "goodput_per_s": outcome.goodput_per_s(limit_s), "limit_s": limit_s,
         "tokens_per_s": outcome.tokens / outcome.wall_s, "generator_cpu": outcome.generator_cpu,
         "sent_late_s": outcome.sent_late_s,
     }  # fmt: skip
@@ -136,7 +138,7 @@ def swept(point: Callable[[float], Row], start: float, *, step: float = STEP, mo
 
 def curve(
     running: Running, bodies: Sequence[Mapping[str, Any]], *, limit_s: float, seconds: float = 8.0, clients: int = 16,
-    most: int = MOST_POINTS, fewest: int = FEWEST_ANSWERS, **facts: Any,
+    most: int = MOST_POINTS, fewest: int = FEWEST_ANSWERS,
 ) -> Iterator[Row]:  # fmt: skip
     """A server under the closed loop, and at rising rates of the open one, up to its knee.
 
@@ -145,18 +147,14 @@ def curve(
         clients: of the closed loop, whose throughput is where the sweep begins, halved.
         fewest: answers of each, for which it may take longer.
     """
-
-    def sent(kind: str, **how: Any) -> Row:
-        load = Load(running.url, bodies, path=running.server.path, **how)
-        return load_row(load, asyncio.run(offer(load)), limit_s=limit_s, measured=kind, **facts)
-
-    closed = sent("closed loop", clients=clients, seconds=seconds)
+    closed = offered(running, bodies, limit_s=limit_s, clients=clients, seconds=seconds)
     yield closed
     if not closed["answered"]:
         raise InputError(f"{running.server.name} answered nothing: {closed}")
 
     def point(rate: float) -> Row:
-        return sent("open loop", rate_per_s=rate, seconds=max(seconds, min(fewest / rate, MOST_SECONDS)))
+        longer = max(seconds, min(fewest / rate, MOST_SECONDS))
+        return offered(running, bodies, limit_s=limit_s, rate_per_s=rate, seconds=longer)
 
     yield from swept(point, closed["answers_per_s"] / 2, most=most)
 

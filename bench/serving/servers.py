@@ -167,21 +167,19 @@ def of_transformers(model: str, threads: int) -> Answer:
 
 
 def of_our_engine(model: str, threads: int) -> Answer:
-    """Our engine in fp32, for a batch."""
+    """Our engine in fp32, for a batch; ``model`` may be the folder of an export."""
     from t5accel.api import open_backend
 
     backend, tokenizer, _ = open_backend(model, threads=threads, progress=False)
     return partial(together, backend, tokenizer)
 
 
-def of_export(export: str, threads: int) -> Answer:
-    """The same for a folder of an export."""
-    from t5accel.backends.ort_session import SessionSettings
-    from t5accel.backends.ort_static import OrtStatic
-    from t5accel.tokenization import tokenizer_of
+def of_reader(args: argparse.Namespace) -> Answer:
+    """A reader: a graph (``.onnx``) on ONNX Runtime, else PyTorch. The text is "question: … context: …"."""
+    from bench.bert.reader import reader_of
 
-    backend = OrtStatic(Path(export), settings=SessionSettings(threads=threads))
-    return partial(together, backend, tokenizer_of(export))
+    read = reader_of(args.model, args.tokenizer, args.threshold, threads=args.threads, bound=args.bound)
+    return lambda asked: [(text, len(text.split())) for text in read([one.text for one in asked])]
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,7 +221,7 @@ def ours(model: str, *, precision: str = "fp32", name: str | None = None, **flag
 
 
 def kind_command(kind: str, model: str, *, threads: int, python: str = sys.executable) -> list[str]:
-    """Start one of `KINDS`."""
+    """Start one of `KINDS`, or "ray"."""
     return [python, "-m", "bench.serving.servers", kind, model, "--port={port}", f"--threads={threads}"]
 
 
@@ -299,41 +297,6 @@ class Running:
 #     python -m bench.serving.servers static mini --port 8001
 
 
-def serve_batches(batches: Batches, port: int) -> None:
-    """FastAPI on 127.0.0.1, until it is ended."""
-    import uvicorn
-
-    uvicorn.run(make_app(batches), host="127.0.0.1", port=port, log_level="warning", access_log=False)
-
-
-def serve_transformers(args: argparse.Namespace) -> None:
-    """Transformers, request by request."""
-    serve_batches(Batches(of_transformers(args.model, args.threads)), args.port)
-
-
-def serve_one_by_one(args: argparse.Namespace) -> None:
-    """Our engine, request by request."""
-    serve_batches(Batches(of_our_engine(args.model, args.threads)), args.port)
-
-
-def serve_static(args: argparse.Namespace) -> None:
-    """Our engine in static batches."""
-    answer = of_our_engine(args.model, args.threads)
-    serve_batches(Batches(answer, most=MOST_ROWS, window_s=WINDOW_S), args.port)
-
-
-def serve_bert(args: argparse.Namespace) -> None:
-    """A reader: a graph (``.onnx``) on ONNX Runtime, else PyTorch. The text is "question: … context: …"."""
-    from bench.bert.reader import reader_of
-
-    read = reader_of(args.model, args.tokenizer, args.threshold, threads=args.threads, bound=args.bound)
-
-    def answer(asked: Sequence[Asked]) -> list[Answered]:
-        return [(text, len(text.split())) for text in read([one.text for one in asked])]
-
-    serve_batches(Batches(answer), args.port)
-
-
 def serve_by_ray(args: argparse.Namespace) -> None:
     """Our engine behind Ray Serve's ``@serve.batch``, until SIGTERM; by the Python of its environment."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before ray is imported
@@ -344,9 +307,9 @@ def serve_by_ray(args: argparse.Namespace) -> None:
     @serve.deployment(max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0.5})
     class Batched:
         def __init__(self, export: str, threads: int):
-            from bench.serving.servers import of_export  # in the replica, which does not know this program
+            from bench.serving.servers import of_our_engine  # in the replica, which does not know this program
 
-            self.answer = of_export(export, threads)
+            self.answer = of_our_engine(export, threads)
 
         @serve.batch(max_batch_size=MOST_ROWS, batch_wait_timeout_s=WINDOW_S)
         async def answers(self, asked: list[dict[str, Any]]) -> list[Answered]:
@@ -370,21 +333,22 @@ def serve_by_ray(args: argparse.Namespace) -> None:
     ray.shutdown()
 
 
-KINDS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "transformers": serve_transformers,
-    "one-by-one": serve_one_by_one,
-    "static": serve_static,
-    "bert": serve_bert,
-    "ray": serve_by_ray,
+KINDS: dict[str, Callable[[argparse.Namespace], Answer]] = {
+    "transformers": lambda args: of_transformers(args.model, args.threads),
+    "one-by-one": lambda args: of_our_engine(args.model, args.threads),
+    "static": lambda args: of_our_engine(args.model, args.threads),
+    "bert": of_reader,
 }
 
 
 def main() -> None:
-    """Serve one of them."""
+    """Serve one of them, until it is ended."""
+    import uvicorn
+
     from t5accel import machine
 
     parser = argparse.ArgumentParser(description="Serve a model in one of the usual ways, on 127.0.0.1.")
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=[*KINDS, "ray"])
     parser.add_argument("model", help="as of t5accel serve; of ray an export, of bert also a graph (.onnx)")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--threads", type=int, default=machine.cpu_threads())
@@ -392,7 +356,11 @@ def main() -> None:
     parser.add_argument("--threshold", type=float, default=0.0, help="of bert: by which no answer must score higher")
     parser.add_argument("--bound", action="store_true", help="of bert: a graph on memory that stays")
     args = parser.parse_args()
-    KINDS[args.kind](args)
+    if args.kind == "ray":
+        return serve_by_ray(args)
+    how = {"most": MOST_ROWS, "window_s": WINDOW_S} if args.kind == "static" else {}  # else request by request
+    app = make_app(Batches(KINDS[args.kind](args), **how))
+    uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning", access_log=False)
 
 
 if __name__ == "__main__":

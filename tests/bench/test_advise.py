@@ -236,7 +236,7 @@ def test_a_gpu_is_answered_from_the_files_of_the_cards() -> None:
     assert 'runtime="onnx"' in bart and "another family" in bart, "its steps are not captured"
     assert recommend(Need("google/umt5-small", device="cuda")).recommended.row["system"] == GRAPH
     beams = report(recommend(Need("mini", device="cuda", beams=4)))
-    assert "No recommendation" in beams and "bf16" in beams and "--suite gpu" in beams
+    assert "No recommendation" in beams and "bf16" in beams and "bench.gpu.suite" in beams
 
 
 @pytest.mark.parametrize("need", [dict(beams=4), dict(matters="throughput")])

@@ -48,7 +48,6 @@ def test_usage_errors_and_help(tmp_path, monkeypatch):
 
 REFUSED = {
     "board --model random:t5-tiny --json x": "random:t5-small", "board --technique magic --json x": "'magic'",
-    "board --suite gpu": "give --json FILE",
     "board --quality-limit -1 --json x": "limit", "board --model nope --threads 1 --json x": "'nope'",
     **{f"board --{name} {n} --json x": f"--{name} " for name in COUNTS[:-1] for n in (0,)},
     "advise --task poems": "--task ", "advise --matters speed": "matters ",

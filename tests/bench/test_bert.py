@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench.bert.graphs import bound_run, dynamic_int8, export_bert, fed_run, fuse_bert, static_int8
+from bench.bert.graphs import bound_to, dynamic_int8, export_bert, fed_run, fuse_bert, static_int8
 from bench.bert.model import load_bert, random_bert, resize, widths
 from bench.bert.pruning import KINDS, Pruning, attach, close, closing, removed
 from bench.bert.spans import torch_run
+from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.errors import InputError, ModelUnavailableError, UnknownModelError
 from t5accel.graphs.rewriting import count_nodes
 from t5accel.parity import ParityError, assert_close
@@ -69,7 +70,7 @@ def test_the_graphs_compute_what_the_model_does(model: Any, graph: Path, fused: 
     expected = real(torch_run(model)(given), given)
     assert expected.std() > 0.1
     for path in (graph, fused):
-        for run in (fed_run(path), bound_run(path, *shape)):
+        for run in (fed_run(path), bound_to(open_session(path, SessionSettings()), *shape)):
             for _ in range(2):  # memory that stays is written twice
                 assert_close(real(run(given), given), expected, atol=1e-4)
     without_mask = {**given, "attention_mask": np.ones_like(given["attention_mask"])}

@@ -71,10 +71,9 @@ def answered() -> dict[str, Any]:
 
 
 def test_the_examples_are_rows_of_the_evaluation_sets(answered: dict[str, Any]) -> None:
-    for id_, texts in EXAMPLES.items():
-        name, row = answered[id_]
-        assert texts == {key: row["source" if key == "text" else key] for key in texts}
-        assert name == "questions" or [*texts] == ["text"]
+    assert [*answered] and {*answered} == {*EXAMPLES} > {*WRONG}
+    given = [task.source(texts) for task in menu() for texts in task.examples]
+    assert given == [source_text(*answered[id_]) for id_ in EXAMPLES]
 
 
 def offered() -> list[tuple[str, str]]:

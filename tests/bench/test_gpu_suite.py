@@ -450,9 +450,8 @@ def test_a_cell_that_does_not_come_back_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [["-m", "bench", "board", "--suite", "gpu"], ["-m", "bench.gpu.suite"]])
-def test_without_a_gpu_one_sentence_says_so(tmp_path: Path, command: list[str]) -> None:
-    asked = [sys.executable, *command, "--json", str(tmp_path / "rows.json")]
+def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
+    asked = [sys.executable, "-m", "bench.gpu.suite", "--json", str(tmp_path / "rows.json")]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2 and not (tmp_path / "rows.json").exists()
     assert done.stderr.endswith("This suite needs a GPU and a torch that sees it, and there is none here.\n")
@@ -535,3 +534,19 @@ set -- {codes}; shift $((n - 1)); exit $1
     calls = (tmp_path / "asked").read_text().splitlines()
     assert done.returncode == ends and len(calls) == tries
     assert f"--json {tmp_path}/out --minutes" in calls[0] and calls[0].endswith("--only t5-small")
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"),
+    ("NVIDIA H200", "h200"), ("NVIDIA H20", "h20"), ("Tesla T4", "t4"), ("NVIDIA T4", "t4"),
+    ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+    ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090-laptop"),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx-4070-ti-super"), ("NVIDIA L40S", "l40s"), ("NVIDIA L4", "l4"),
+    ("NVIDIA A10", "a10"), ("NVIDIA A10G", "a10g"), ("Tesla V100-SXM2-16GB", "v100"),
+    ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"), ("AMD Instinct MI300X", "mi300x"),
+    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "h100-mig-3g-40gb"), ("NVIDIA Graphics", "nvidia-graphics"),
+])  # fmt: skip
+def test_slug(name: str, expected: str) -> None:
+    assert suite.slug(name) == expected
+    with pytest.raises(InputError, match="name"):
+        suite.slug(" - ")

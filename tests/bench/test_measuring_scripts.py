@@ -14,7 +14,7 @@ import pytest
 from conftest import TINY
 
 from bench.record import encoders, peers_quality, retest
-from bench.record.engine import Soak, soak
+from bench.record.engine import growth, soak
 from bench.record.peers import save_model
 from bench.results import checked
 from t5accel.backends.torch_eager import TorchEager
@@ -216,19 +216,19 @@ class Watched(TorchEager):
 def test_batches_vary_by_the_seed_and_the_largest_comes_before_it_counts(tiny_t5: Any) -> None:
     first, second, other = (Watched(tiny_t5()) for _ in range(3))
     ticks: list[int] = []
-    result = soak(first, **SMALL, on_generation=lambda: ticks.append(1))
-    assert len(result.resident_bytes) == len(ticks) == len(first.shapes) == 6
+    resident = soak(first, **SMALL, on_generation=lambda: ticks.append(1))
+    assert len(resident) == len(ticks) == len(first.shapes) == 6
     assert (3, 5) in first.shapes[:3] and len(set(first.shapes)) > 2
-    assert min(result.resident_bytes) > 1_000_000
+    assert min(resident) > 1_000_000
     for backend, seed in ((second, 0), (other, 1)):
         soak(backend, **SMALL, seed=seed)
     assert first.shapes == second.shapes != other.shapes
 
 
 def test_a_leak_is_seen_and_growth_counts_from_the_end_of_the_warm_up(tiny_t5: Any) -> None:
-    assert soak(Watched(tiny_t5(), leak=4_000_000), **SMALL).growth > 0.05
-    assert Soak((10, 100, 100, 90), settled_after=2).growth == 0
-    assert Soak((10, 100, 110, 90), settled_after=2).growth == 0.1
+    assert growth(soak(Watched(tiny_t5(), leak=4_000_000), **SMALL), SMALL["settled_after"]) > 0.05
+    assert growth((10, 100, 100, 90), settled_after=2) == 0
+    assert growth((10, 100, 110, 90), settled_after=2) == 0.1
 
 
 # The claims, measured again; unequal outputs are never timed

@@ -39,8 +39,8 @@ def test_questions_and_texts_become_one_row_each_and_only_the_text_may_answer(to
         places = batch.places[row][batch.in_context[row]]
         assert "".join(text[a:b] for a, b in places) == text.replace(" ", "")
         assert batch.inputs["token_type_ids"][row][batch.in_context[row]].all()
-    wide = read(tokenizer, ["Who?"], ["Ann came. " * 60], padded_to=64)
-    assert wide.inputs["input_ids"].shape == (1, 64) and wide.inputs["attention_mask"].all()
+    long = read(tokenizer, ["Who?"], ["Ann came. " * 600])
+    assert long.inputs["input_ids"].shape == (1, 512) and long.inputs["attention_mask"].all()
     with pytest.raises(InputError, match="2 questions on 1 texts"):
         read(tokenizer, ["Who?", "Where?"], ["Ann came."])
 

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,12 @@ import onnxruntime
 import psutil
 import pytest
 import torch
-from programs import ATOL, PROGRAM, Watched, check_as_it_was, check_program, histories_of
+from programs import ATOL, PROGRAM, check_as_it_was, check_program, histories_of
 from refused import refused
 from test_encoder_cache import check, in_threads, logits_of
 
 from bench.baselines.ort_cuda_graph import OrtCaptured
 from bench.baselines.ort_iobinding import OrtBound
-from bench.profiling import bytes_per_step
 from t5accel import machine
 from t5accel.backends import ort_cuda, ort_memory
 from t5accel.backends.openvino_encoder import BF16_FLAGS
@@ -454,41 +452,6 @@ def test_the_session_writes_into_bound_tensors(opened, padded_batch, monkeypatch
     bound.clear()
     backend.step(state, histories_of(6, 1, 2))
     assert bound and not bound.keys() & set(backend.cross_names)
-
-
-# Bytes
-
-
-def kind_of(name: str) -> str:
-    part = name.split("_")[0]
-    if part in ("past", "present") and name != "past_mask":
-        return "self_attention"
-    return "cross_attention" if part == "cross" else name
-
-
-def by_kind(arrays: dict[str, np.ndarray]) -> dict[str, int]:
-    sizes: dict[str, int] = dict.fromkeys(map(kind_of, arrays), 0)
-    for name, array in arrays.items():
-        sizes[kind_of(name)] += array.nbytes
-    return sizes
-
-
-@pytest.mark.parametrize("past", [0, 4])
-def test_the_bytes_of_a_step_are_those_of_its_arrays(exported, padded_batch, past: int) -> None:
-    backend = OrtNumpy(exported(), settings=ONE_THREAD)
-    state, new = backend.new_state(backend.encode(*padded_batch), 2), histories_of(6, 2, 4)
-    if past:
-        backend.step(state, new)
-    seen: list[dict[str, np.ndarray]] = []
-
-    def run(run: Callable[..., Any], names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-        seen.extend([feeds, dict(zip(names, results := run(names, feeds), strict=True))])
-        return results
-
-    backend.decoder = Watched(backend.decoder, run)
-    backend.step(state, new[:, :, :3])
-    expected = bytes_per_step(backend.dims, batch=6, rows=2, past=past, new=3, source=9)["fed"]
-    assert [*map(by_kind, seen)] == [expected.handed_in, expected.taken_back]
 
 
 # Other processes

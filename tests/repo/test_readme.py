@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from bench.__main__ import app as bench_app
 from bench.gpu.cells import PUBLISHED, PUBLISHED_BATCHES
-from bench.gpu.figures import timed
 from bench.record.results_page import MARKED, pictures, tables
 from bench.results import step_ms
 from bench.systems import BATCHES, BOUND, CAPTURED, DRAWN, FLIGHT, GRAPH, REFERENCE, THEIR_BATCHES, THEIR_DRAWS
@@ -112,6 +111,11 @@ def test_pyright_accepts_the_python_that_is_shown(snippets: list[str], tmp_path:
 @pytest.fixture(scope="module")
 def cards() -> dict[str, dict]:
     return {card: json.loads((ROOT / f"data/results/gpu-{card}.json").read_text("utf-8")) for card in ("h100", "h200")}
+
+
+def timed(record: dict, cell: str) -> dict[str, dict]:
+    """The rows of a cell that have a time, by their system."""
+    return {row["system"]: row for row in record["rows"] if row["cell"] == cell and row.get("latency_s")}
 
 
 def tables_about_gpus() -> list[list[list[str]]]:

@@ -115,7 +115,7 @@ def test_a_run_is_its_seed_s_and_what_it_writes_loads(tmp_path: Path, mixture, t
 
 
 def test_what_a_tokenizer_was_asked_last_is_not_saved(tmp_path: Path, tokenizer: Any, monkeypatch) -> None:
-    ask = lambda model, asked: read(asked, ["Who?"], ["Ann."], padded_to=9) and 0.5  # noqa: E731
+    ask = lambda model, asked: read(asked, ["Who?"], ["Ann."]) and 0.5  # noqa: E731
     monkeypatch.setattr(module, "choose_threshold", ask)
     module.save_reader(new_reader(TINY), tokenizer, tmp_path)
     saved = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))

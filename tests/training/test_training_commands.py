@@ -14,7 +14,6 @@ import training.train as training
 from bench.figures import plot_losses
 from bench.results import checked, load_results
 from training.__main__ import app
-from training.train import HeldOutQuality
 
 pytestmark = pytest.mark.usefixtures("cache_of_its_own", "threads_put_back")
 
@@ -67,7 +66,8 @@ def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch
 
 
 def test_held_out_scores_are_printed_and_written(tmp_path, monkeypatch):
-    held_out = (HeldOutQuality(1000, 1234, 12.34, 45.6), HeldOutQuality(77, 88, 9.87, 23.4))
+    held_out = {"held_out": dict(sentences=1000, references=1234, bleu=12.34, chrf=45.6),
+                "held_out_long": dict(sentences=77, references=88, bleu=9.87, chrf=23.4)}  # fmt: skip
     calls = []
     monkeypatch.setattr(training, "held_out_quality", lambda generate, pairs: calls.append(pairs) or held_out)
     file, pairs = tmp_path / "new" / "held-out.json", tmp_path / "pairs.tsv"
