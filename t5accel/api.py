@@ -69,7 +69,8 @@ def accelerate(
         max_source_tokens: refuse longer inputs, for attention grows with the square of the length.
         progress: show the first export of a model and where it is kept.
         check_logits: compare the graphs with the model on one small batch, at the first export and for every model
-            object; it finds hooks, overridden ``forward()`` methods and adapters.
+            object; it finds hooks, overridden ``forward()`` methods and adapters. Other methods for generation than
+            transformers' are refused.
 
     Returns:
         A model whose ``generate()`` takes ``input_ids`` (B, S) and returns tokens (B, L), as transformers' does.
@@ -85,7 +86,7 @@ def accelerate(
     ['Je suis fatigué.']
     """
     require_torch("accelerate()", "open_backend() runs an export without it.")
-    from t5accel.backends.hf_generate import AcceleratedT5
+    from t5accel.backends.hf_generate import AcceleratedT5, require_own_methods
 
     backend, tokenizer, _ = _open(
         model, precision=precision, tuned_for=tuned_for, device=device, runtime=runtime, threads=threads,
@@ -93,7 +94,9 @@ def accelerate(
         progress=progress, check_logits=check_logits,
     )  # fmt: skip
     configs = {}
-    if not isinstance(model, str | os.PathLike):  # an earlier object of equal weights may have had other defaults
+    if not isinstance(model, str | os.PathLike):
+        require_own_methods(model)
+        # An earlier object of equal weights may have had other defaults.
         configs = {"config": model.config, "generation_config": model.generation_config}
     return AcceleratedT5.around(backend, tokenizer=tokenizer, **configs)
 

@@ -153,8 +153,8 @@ def _counted(count: int, noun: str) -> str:
 def _lines() -> Iterator[str]:
     """The lines of standard input as they come, empty ones included, so that outputs line up with texts."""
     for number, line in enumerate(typer.get_binary_stream("stdin"), 1):
-        try:
-            yield line.decode("utf-8").rstrip("\r\n")
+        try:  # a first line may begin with a byte order mark
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise InputError(f"Line {number} of standard input is not UTF-8: convert it first.") from error
 

@@ -61,6 +61,17 @@ _UPLOAD = ("repo_id", "commit_message", "commit_description", "private", "token"
 _SHARDING = ("max_shard_size", "safe_serialization", "save_peft_format", "save_original_format")
 
 
+def require_own_methods(model: Any) -> None:
+    """Raise ``InputError`` if generation of a model object is not transformers' own, which would be lost."""
+    for name in ("generate", "_get_logits_processor", "_get_stopping_criteria", "prepare_inputs_for_generation"):
+        method = vars(model).get(name, getattr(type(model), name, None))
+        if not str(getattr(method, "__module__", "")).startswith("transformers."):
+            raise InputError(
+                f"{type(model).__name__}.{name} must be transformers' own, got one of {method.__module__}: the "
+                "accelerated model would not call it. Give a plain model, and in the call logits_processor= or so."
+            )
+
+
 class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
     """A `Backend` as a transformers model, for inference.
 
@@ -72,9 +83,9 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
     Without an ``attention_mask``, ``generate`` of 4.57 takes padding for padding and that of 5.x takes it for text:
     give one. A row whose mask is all zero gets a meaningless answer and changes no other row.
 
-    A stored configuration's ``output_attentions``, ``output_hidden_states`` and ``use_cache=False`` (with a warning)
-    are ignored; asked for in a call, the first two raise `InputError`, as do caches and encoder outputs of other
-    models.
+    A stored configuration's ``output_attentions``, ``output_hidden_states``, ``use_cache=False`` (with a warning) and
+    kind of cache are ignored; asked for in a call, the first two raise `InputError`, as do caches and encoder outputs
+    of other models.
 
     >>> import torch
     >>> from t5accel.backends.torch_eager import TorchEager
@@ -115,6 +126,9 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
             for name in ("output_attentions", "output_hidden_states"):
                 if getattr(settings, name, None):  # a pipeline would hand it on, as if it had been asked for
                     setattr(settings, name, False)
+        for name in ("cache_implementation", "return_legacy_cache", "prefill_chunk_size"):  # of the model's own cache
+            if getattr(self.generation_config, name, None) is not None:
+                setattr(self.generation_config, name, None)
         if self.generation_config.use_cache is False:
             self.generation_config.use_cache = True
             warnings.warn(
@@ -169,6 +183,7 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
             if shifted is None:
                 raise InputError("There is nothing to decode. Give decoder_input_ids or labels, or use generate().")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(shifted)
+        self._reject_inner_padding(decoder_input_ids)
         logits, loss = cache.append(decoder_input_ids, decoder_attention_mask), None
         logits = logits.to(getattr(decoder_input_ids, "device", "cpu"))
         if labels is not None:
@@ -204,8 +219,16 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
         # transformers' loop runs where the inputs are: with them go its processors, and the tokens come out there.
         device = as_encoded(kwargs["encoder_outputs"]).device if given is None else given.device
         kwargs = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in kwargs.items()}
+        self._reject_inner_padding(kwargs.get("decoder_input_ids"))
         with self.looping_on(device):
             return super().generate(inputs, *args, **named_cache(kwargs))
+
+    def _reject_inner_padding(self, ids: Any) -> None:
+        # The positions behind it depend on whether transformers' M2M100 reads them at once or one by one.
+        if isinstance(ids, torch.Tensor) and self.config.model_type == "m2m_100" and ids.dim() == 2:
+            pads = ids == self.backend.pad_token_id
+            if (pads[:, :-1] & ~pads[:, 1:]).any():
+                raise InputError("decoder_input_ids of an M2M100 must have no padding before other tokens, got some.")
 
     # `generate` calls the next methods. 4.57 and 5.x give whole sequences, and more arguments than a backend needs.
 
@@ -236,7 +259,8 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
         return prepared
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        reject_unsupported({name: model_kwargs.get(name) for name in _UNSUPPORTED})
+        given = {name: model_kwargs.get(name) for name in _UNSUPPORTED}
+        reject_unsupported(given | {"return_dict": model_kwargs.get("return_dict") is not None})
         if model_kwargs.get("encoder_outputs") is not None:
             as_encoded(model_kwargs["encoder_outputs"])
         if model_kwargs.get(CACHE) is not None:

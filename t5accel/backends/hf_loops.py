@@ -203,6 +203,7 @@ class BackendLoops:
         if (
             not float(whole).is_integer()
             or any(each.max_length != whole for each in (by_type[generation.MaxLengthCriteria], *forces))
+            or not ends
             or any(tuple(one) != ends for one in known)
             or any(not 0 <= end < self.backend.vocab_size for end in ends)
         ):

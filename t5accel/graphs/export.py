@@ -186,6 +186,8 @@ def t5_weights(model: PreTrainedModel) -> T5Weights:
 def t5_weights_of(config: Any, arrays: Mapping[str, Any], dims: T5Dims, **others: Any) -> T5Weights:
     """A T5's arrays with the constants of its configuration; ``others`` are fields of `T5Weights`."""
     buckets, reach = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    if buckets < 4:
+        raise NotT5Error(f"relative_attention_num_buckets must be at least 4, got {buckets}.")
     # Up to this distance each has a bucket, and only then do larger ones share the last (`relative_position_bucket`).
     if reach <= (exact := buckets // (2 if dims.decoder_layers else 4)):
         raise NotT5Error(f"relative_attention_max_distance must be above {exact} with {buckets} buckets, got {reach}.")

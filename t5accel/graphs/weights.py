@@ -51,7 +51,7 @@ class T5Weights:
         """The weight of that name; raises ``NotT5Error`` if the model lacks it."""
         if name not in self.arrays:
             raise NotT5Error(
-                f"There is no weight {name}: unwrap the model, merge its adapters, or load it without quantisation."
+                f"The model must have the weight {name or 'of its biases by distance, in the first layer'}: unwrap the model, merge its adapters, or load it without quantisation."
             )
         self.read.add(name)
         return self.arrays[name]

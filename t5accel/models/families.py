@@ -241,7 +241,19 @@ def family_of_model(model: Any) -> Family:
                 f"{kind} must have one embedding for encoder and decoder, got two. transformers 5.0 to 5.17 load a "
                 "MADLAD-400 so: give its folder or hub id, or load it with another release."
             )
+        require_built_distances(stacks)
     return family
+
+
+def require_built_distances(model: Any) -> None:
+    """Raise ``InputError`` where a T5's configuration names other distances than its attention was built with."""
+    # transformers' modules keep what they were built with, and the graphs are built from the configuration.
+    stacks = [stack for stack in (model.encoder, getattr(model, "decoder", None)) if stack is not None]
+    for attention in (block.layer[0].SelfAttention for stack in stacks for block in stack.block):
+        for name in ("relative_attention_num_buckets", "relative_attention_max_distance"):
+            built, told = getattr(attention, name, None), getattr(model.config, name)
+            if built not in (None, told):
+                raise InputError(f"config.{name} must be {built}, as the model was built, got {told}: load it again.")
 
 
 def dims_of(model: Any, family: Family) -> T5Dims:
@@ -253,7 +265,7 @@ def dims_of(model: Any, family: Family) -> T5Dims:
     config, encoder, decoder = model.config, model.model.encoder, model.model.decoder
     heads = (config.decoder_attention_heads,) * len(decoder.layers)
     return T5Dims(
-        vocab_size=model.lm_head.out_features,
+        vocab_size=len(model.lm_head.weight),  # out_features keep an earlier size where a head was resized
         d_model=config.d_model,
         d_kv=config.d_model // config.decoder_attention_heads,
         encoder_heads=(config.encoder_attention_heads,) * len(encoder.layers),
@@ -282,7 +294,7 @@ def _gemma_dims(model: Any) -> T5Dims:
     encoder, decoder = gemma_configs(model.config).values()
     heads = (decoder.num_key_value_heads,) * decoder.num_hidden_layers
     return T5Dims(
-        vocab_size=model.lm_head.out_proj.out_features,
+        vocab_size=len(model.lm_head.out_proj.weight),
         d_model=decoder.hidden_size,
         d_kv=decoder.head_dim,
         encoder_heads=(encoder.num_key_value_heads,) * encoder.num_hidden_layers,

@@ -55,19 +55,21 @@ class T5Dims:
         ... # doctest: +ELLIPSIS
         T5Dims(vocab_size=32, d_model=8, d_kv=6, encoder_heads=(2,), ..., gated=False, tied=True)
         """
-        config = getattr(model, "config", None)
-        require_t5(config, type(model).__name__)
+        config, kind = getattr(model, "config", None), type(model).__name__
+        require_t5(config, kind)
         if not hasattr(model, "lm_head") or not hasattr(model, "decoder"):
-            raise NotT5Error(f"{type(model).__name__} cannot generate text: give a …ForConditionalGeneration.")
-        widths = {kind: tuple(sizes) for kind, sizes in layer_widths(model).items()}
-        return cls(
-            vocab_size=model.lm_head.out_features,
-            d_model=config.d_model,
-            d_kv=config.d_kv,
-            **widths,
-            gated=hasattr(model.decoder.block[0].layer[-1].DenseReluDense, "wi_0"),
-            tied=model.lm_head.weight is model.shared.weight,
-        )
+            raise NotT5Error(f"{kind} cannot generate text: give a …ForConditionalGeneration.")
+        try:
+            return cls(
+                vocab_size=len(model.lm_head.weight),  # out_features keep an earlier size where a head was resized
+                d_model=config.d_model,
+                d_kv=config.d_kv,
+                **{kind: tuple(sizes) for kind, sizes in layer_widths(model).items()},
+                gated=hasattr(model.decoder.block[0].layer[-1].DenseReluDense, "wi_0"),
+                tied=model.lm_head.weight is model.shared.weight,
+            )
+        except AttributeError as error:  # a module of another kind in the place of one
+            raise NotT5Error(f"{kind} must have the modules of transformers' T5: {error}.") from error
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "The configuration") -> T5Dims:
