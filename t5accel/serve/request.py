@@ -15,6 +15,7 @@ from t5accel.decoding.sampling import SamplingParams
 from t5accel.errors import CancelledError, DeadlineError, InputError
 
 MOST_PRIORITY = 1_000_000
+HEAD_START_S = 10.0  # of the highest priority: bounded, so that no request starves
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,14 @@ class GenerationRequest:
         return self.num_return_sequences if self.sampling is not None else self.num_beams
 
     @property
+    def lengths(self) -> tuple[int, int]:
+        """Source tokens, and the most new ones."""
+        return len(self.input_ids), self.max_new_tokens
+
+    @property
     def most_tokens(self) -> int:
         """Upper bound of the work: source and new tokens, times rows."""
-        return self.rows * (len(self.input_ids) + self.max_new_tokens)
+        return self.rows * sum(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,12 @@ class RequestHandle:
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
+    def place(self) -> tuple[float, int]:
+        """The key that sorts the queue: the older first, after head starts."""
+        priority = self.request.priority
+        return self.submitted_s - HEAD_START_S * priority / (1 + abs(priority)), self.number
+
+    @property
     def is_done(self) -> bool:
         """Whether there are results or an error."""
         return self._done.is_set()
@@ -151,3 +163,12 @@ class RequestHandle:
         if self.deadline_s is not None and now >= self.deadline_s:
             return DeadlineError(f"Request {self.number} was not done within its {self.request.deadline_s:g} s.")
         return None
+
+
+def padded(sources: Sequence[np.ndarray], pad_token_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """``input_ids`` and ``attention_mask``, both (B, S) int64, of B sources without padding."""
+    lengths = np.array([*map(len, sources)])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.full(mask.shape, pad_token_id, dtype=np.int64)
+    ids[mask] = np.concatenate(sources)
+    return ids, mask.astype(np.int64)

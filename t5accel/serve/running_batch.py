@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,7 @@ class GreedySequence:
 
     @property
     def suppressed(self) -> SuppressedTokens:
-        """Suppressed next tokens."""
+        """What may not be the next token."""
         return self._suppressed[len(self.tokens) >= self.shortest]
 
     @property
@@ -59,20 +59,6 @@ class GreedySequence:
     def forced(self) -> int | None:
         """The next token, if it is forced."""
         return self._rules.forced_token(len(self.tokens), longest=self._longest) if self._forces else None
-
-    def append_all(self, tokens: list[int]) -> None:
-        """Append tokens up to the first that ends the sequence."""
-        if self._forces or self._criterion:
-            for token in tokens:
-                self.append(token)
-                if self.is_done:
-                    break
-            return
-        room = self.missing
-        end = next((count for count, token in enumerate(tokens[:room], 1) if token in self._ends), 0)
-        self.tokens += tokens[: end or room]
-        self._has_ended = end > 0
-        self.is_done = self._has_ended or len(self.tokens) == self._longest
 
     def append(self, token: int) -> None:
         """Append a token, or the forced one in its place."""
@@ -163,11 +149,9 @@ def sequences_for(backend: Backend, request: GenerationRequest, continuations: B
     """
     if request.sampling is not None:
         return [SampledSequence(backend, request, number) for number in range(request.num_return_sequences)]
-    return (
-        [GreedySequence(backend, request)]
-        if request.num_beams == 1
-        else [BeamSequence(backend, request, continuations)]
-    )
+    if request.num_beams > 1:
+        return [BeamSequence(backend, request, continuations)]
+    return [GreedySequence(backend, request)]
 
 
 @dataclass(eq=False)
@@ -178,6 +162,11 @@ class RunningSequence:
     owner: Any
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     error: BaseException | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether arg-max tokens are all that it needs."""
+        return type(self.writer) is GreedySequence  # and no SampledSequence
 
     def advanced(self, logits: np.ndarray) -> tuple[Any, np.ndarray]:
         """Return from (K, V) logits the next tokens, and which rows they continue."""
@@ -198,9 +187,8 @@ class RunningBatch:
     call_tokens = 16  # an encoder call takes as long as so many more tokens of another one
 
     def __init__(self, backend: Backend):
-        self.backend = backend
+        self.encoder = self.backend = backend
         self.joins_running = hasattr(backend, "add_sources")
-        self.encoder = backend
         self.parts: list[RunningSequence] = []
         self.steps, self.tokens = 1, 0  # of the last `step`; tokens of all rows
         self._state: Any = None
@@ -230,8 +218,7 @@ class RunningBatch:
         self._ended = self._ended[start.size :]
         self._next = np.concatenate([self._next, start])[: max(self._next.size, 1 + int(places.max()))]
         self._next[places] = start
-        for part in parts:
-            part.rows, places = places[: part.writer.rows], places[part.writer.rows :]
+        place_rows(parts, places)
         self.parts += parts
 
     def remove(self, parts: Sequence[RunningSequence]) -> None:
@@ -274,9 +261,10 @@ class RunningBatch:
             self._drop_ended()
         self.tokens = self.rows
         waited, self._ended_steps = self._ended_steps, PATIENCE  # if the backend fails, the next step has fewer rows
-        greedy = [part for part in self.parts if type(part.writer) is GreedySequence]
+        greedy = [part for part in self.parts if part.is_greedy]
+        others = [part for part in self.parts if not part.is_greedy]
         suppressed = {part.writer.suppressed for part in greedy}
-        if self._next_tokens and len(greedy) == len(self.parts) and len(suppressed) == 1:
+        if self._next_tokens and not others and len(suppressed) == 1:
             best = self._next_tokens(self._state, self._next[:, None, None], suppressed=suppressed.pop())[:, 0]
         else:
             logits = self.backend.step(self._state, self._next[:, None, None])[:, 0, -1]
@@ -285,27 +273,55 @@ class RunningBatch:
                     logits[part.rows, tokens] = -np.inf
             best = argmax_tokens(logits) if greedy else self._next
         self._ended_steps = waited
-        chosen, following, order = best.tolist(), np.array(best), np.arange(self._next.size)
-        for part in self.parts:
-            try:
-                if type(part.writer) is GreedySequence:
-                    row = part.rows[0]
-                    part.writer.append(chosen[row])
-                    if part.writer.tokens[-1] != chosen[row]:  # another one was forced
-                        following[row] = part.writer.tokens[-1]
-                else:
-                    following[part.rows], order[part.rows] = part.advanced(logits[part.rows])
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:  # of a stopping criterion; a panic of a Rust library is no Exception
-                part.error = error
-        moved = order != np.arange(order.size)
+        chosen, self._next = best.tolist(), np.array(best)
+
+        def append(part: RunningSequence) -> None:
+            row = part.rows[0]
+            part.writer.append(chosen[row])
+            self._next[row] = part.writer.tokens[-1]  # perhaps another one was forced
+
+        each_alone(greedy, append)
+        if others:
+            self._advance(others, logits[np.concatenate([part.rows for part in others])], self._next)
+        return self._finished()
+
+    def _advance(self, parts: Sequence[RunningSequence], logits: np.ndarray, following: np.ndarray) -> None:
+        """Give samples and beams their rows of ``logits``, in order; ``following`` gets what they read next."""
+        order = np.arange(following.size)
+        own = dict(zip(parts, np.split(logits, np.cumsum([part.rows.size for part in parts])[:-1]), strict=True))
+
+        def advance(part: RunningSequence) -> None:
+            following[part.rows], order[part.rows] = part.advanced(own[part])
+
+        each_alone(parts, advance)
+        moved = np.flatnonzero(order != np.arange(order.size))
         try:
-            if moved.any():
-                self._branch(self._state, order)
+            if moved.size:
+                self._reorder(moved, order)
         except Exception as error:  # all histories are as they were: right for those that did not move
-            for part in self.parts:
-                if moved[part.rows].any():
+            for part in parts:
+                if np.isin(part.rows, moved).any():
                     part.error = error
-        self._next = following
+
+    def _reorder(self, moved: np.ndarray, order: np.ndarray) -> None:
+        self._branch(self._state, order)
+
+    def _finished(self) -> list[RunningSequence]:
         return [part for part in self.parts if part.writer.is_done or part.error is not None]
+
+
+def place_rows(parts: Sequence[RunningSequence], rows: np.ndarray) -> None:
+    """Give sequences their rows, in order."""
+    for part in parts:
+        part.rows, rows = rows[: part.writer.rows], rows[part.writer.rows :]
+
+
+def each_alone(parts: Sequence[RunningSequence], write: Callable[[RunningSequence], None]) -> None:
+    """Write to each sequence; an error ends that one alone."""
+    for part in parts:
+        try:
+            write(part)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of a stopping criterion; a panic of a Rust library is no Exception
+            part.error = error
