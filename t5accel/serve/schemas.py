@@ -20,15 +20,9 @@ from t5accel.serve.request import GenerationRequest
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_HANDED_ON = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "length_penalty",
-    "early_stopping",
-    "num_return_sequences",
-    "priority",
-    "stream",
-)
+_HANDED_ON = """
+max_new_tokens min_new_tokens length_penalty early_stopping num_return_sequences priority stream
+""".split()
 
 
 class Asked(BaseModel):
@@ -135,7 +129,7 @@ class Generate(_Common):
                     f"The model's generation_config sets num_beams={beams}, and beams can neither stream nor stop at "
                     "texts: give num_beams 1 for greedy search."
                 )
-        sampling = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        sampling = self.model_dump(include={*_SAMPLING}, exclude_none=True)
         return GenerationRequest(
             ids,
             num_beams=beams,
@@ -143,7 +137,7 @@ class Generate(_Common):
             seed=secrets.randbelow(2**31) if self.seed is None else self.seed,
             deadline_s=deadline_s if self.deadline_s is None else self.deadline_s,
             stopping_criterion=stopping_criterion,
-            **{name: value for name in _HANDED_ON if (value := getattr(self, name)) is not None},
+            **self.model_dump(include={*_HANDED_ON}, exclude_none=True),
             **options,
         )
 
@@ -160,14 +154,7 @@ class StreamOptions(Asked):
 class Completion(_Common):
     """Complete one or several prompts, for OpenAI's clients. The prompt is the encoder's source, and never echoed."""
 
-    neutral = {
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "echo": False,
-        "logprobs": None,
-        "logit_bias": {},
-        "suffix": "",
-    }
+    neutral = dict(frequency_penalty=0, presence_penalty=0, echo=False, logprobs=None, logit_bias={}, suffix="")
 
     model: str
     prompt: str | list[str] = Field(description="One source with its prefix, or a list of them.")
@@ -198,9 +185,8 @@ class Completion(_Common):
         drawn = bool(self.temperature)
         if not drawn and (self.top_p not in (None, 1) or self.n != 1):
             raise InputError("top_p and n need a temperature above 0: without one the likeliest tokens are taken.")
-        common = {name: getattr(self, name) for name in _Common.model_fields}
-        if not drawn:
-            common |= {"temperature": None, "top_p": None, "seed": None}
+        useless = set() if drawn else {"temperature", "top_p", "seed"}
+        common = self.model_dump(include=_Common.model_fields.keys() - useless)
         return Generate(
             text=self.prompt, max_new_tokens=self.max_tokens, do_sample=drawn, num_return_sequences=self.n, **common
         )
@@ -386,20 +372,13 @@ def page(interface: dict[str, Any]) -> str:
     """An OpenAPI description as HTML without scripts and foreign hosts."""
     title, about = escape(interface["info"]["title"]), escape(interface["info"]["description"])
     parts = [f"<h1>{title}</h1><p>{about}</p>"]
-    schemas = interface["components"]["schemas"]
-    for path, operations in interface["paths"].items():
-        for method, operation in operations.items():
-            parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>")
-            for what, holder in (
-                ("", operation.get("requestBody", {})),
-                ("The response:", operation["responses"].get("200", {})),
-            ):
-                content = holder.get("content", {}).get("application/json")
-                if content is None:
-                    continue
-                name = content["schema"].get("$ref", "").rpartition("/")[2]
-                schema = schemas.get(name, content["schema"])
-                needed, fields = schema.get("required", []), schema.get("properties", {})
+    for path, method, operation in [(path, *one) for path, all in interface["paths"].items() for one in all.items()]:
+        parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>")
+        for what, holder in (("", operation.get("requestBody", {})), ("The response:", operation["responses"]["200"])):
+            schema = holder.get("content", {}).get("application/json", {}).get("schema", {})
+            schema = interface["components"]["schemas"].get(schema.get("$ref", "").rpartition("/")[2], schema)
+            needed, fields = schema.get("required", []), schema.get("properties", {})
+            if fields:
                 parts.append(f"<p>{what}</p><table><tr><th>field</th><th>type</th><th>default</th><th></th></tr>")
                 for name in sorted(fields, key=lambda one, needed=needed: one not in needed):
                     parts.append(_table_row(name, fields[name], is_required=not what and name in needed))
@@ -410,11 +389,9 @@ def page(interface: dict[str, Any]) -> str:
 
 
 def _table_row(name: str, field: dict[str, Any], *, is_required: bool) -> str:
-    kinds = [_kind(one) for one in field.get("anyOf", [field])]
-    default = "required" if is_required else ""
-    if field.get("default") is not None:
-        default = str(field["default"])
-    cells = (name, " or ".join(kind for kind in kinds if kind != "null"), default, field.get("description", ""))
+    kinds = [kind for one in field.get("anyOf", [field]) if (kind := _kind(one)) != "null"]
+    default = "required" if is_required else "" if field.get("default") is None else str(field["default"])
+    cells = (name, " or ".join(kinds), default, field.get("description", ""))
     return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 
