@@ -22,7 +22,7 @@ from t5accel.decoding.backend import Backend
 from t5accel.errors import EngineError, T5AccelError
 from t5accel.serve import schemas
 from t5accel.serve.middleware import HTTPError, RequestLimits, ValidationError, error_response
-from t5accel.serve.monitoring import log
+from t5accel.serve.monitoring import TEXT_FORMAT, log
 from t5accel.serve.request import RequestHandle
 from t5accel.serve.scheduler import ENDS
 from t5accel.serve.schemas import Completion, Generate
@@ -195,7 +195,7 @@ def add_get_routes(app: FastAPI) -> None:
     @get("/metrics", response_class=Response, responses=responses(None))
     async def metrics() -> Response:
         """The counters, for Prometheus."""
-        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(service.metrics.text(), media_type=TEXT_FORMAT)
 
     def routes() -> list[str]:
         paths = app.openapi()["paths"].items()

@@ -16,6 +16,7 @@ from t5accel.serve.scheduler import Scheduler
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
 Form = Literal["text", "json"]
+TEXT_FORMAT = "text/plain; version=0.0.4"  # of `Metrics.text`
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 log = logging.getLogger("t5accel.serve")
 open_log = logging.getLogger("t5accel.serve.open")  # refusals, and requests without a key: few lines a second
@@ -122,7 +123,6 @@ class Metrics:
             self._failed.labels(name).inc(value)
 
     def responded(self, route: str, status: int) -> None:
-        """Count a response."""
         self._responses.labels(route, str(status)).inc()
 
     def text(self) -> bytes:

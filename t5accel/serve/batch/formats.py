@@ -8,8 +8,9 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -88,7 +89,6 @@ class Rows:
 
     @classmethod
     def read(cls, path: Path, offset: int, rows: int) -> Rows:
-        """Read a range."""
         with path.open("rb") as file:
             _, fields = cls.begin(file)
             file.seek(offset)
@@ -130,7 +130,6 @@ class Rows:
         return self.records[row][: 4 * MOST_SHOWN].decode("utf-8", "replace").rstrip("\r\n")[:MOST_SHOWN]
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
-        """Write the answered rows with their answers."""
         with path.open("wb") as file:
             file.write(self.header(into).encode())
             for record, answer in zip(self.records, answers, strict=True):
@@ -138,7 +137,6 @@ class Rows:
                     file.write(self.answered(record.decode("utf-8"), answer, column, into).encode())
 
     def header(self, into: str) -> str:
-        """The first line of an output file."""
         return ""
 
     def answered(self, record: str, answer: str, column: str, into: str) -> str:
@@ -195,12 +193,9 @@ class CsvRows(Rows):
 
         records = _reader(lines())
         while True:
-            try:
-                next(records)
-            except StopIteration:
-                break
-            except csv.Error:  # the record's rejection says it
-                pass
+            with suppress(csv.Error):  # the record's rejection says it
+                if next(records, None) is None:
+                    return
             yield b"".join(taken)
             taken.clear()
 
@@ -281,10 +276,8 @@ class ParquetRows(Rows):
     def open(path: Path) -> Any:
         """The file, of which only the end is read."""
         pyarrow = import_pyarrow()
-        from pyarrow import parquet
-
         try:
-            return parquet.ParquetFile(path, buffer_size=1 << 20)  # not whole columns at once
+            return pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20)  # not whole columns at once
         except pyarrow.ArrowInvalid as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from error
 
@@ -304,19 +297,15 @@ class ParquetRows(Rows):
         import pyarrow
 
         with cls.open(path) as file:
-            position, chosen = 0, []  # row groups that the range touches, and where they begin
-            for group in range(file.metadata.num_row_groups):
-                size = file.metadata.row_group(group).num_rows
-                if position + size > offset and position < offset + rows:
-                    chosen.append((group, position))
-                position += size
-            pieces = []
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+            ends = [*accumulate(sizes)]
+            touched = [group for group, end in enumerate(ends) if end > offset and end - sizes[group] < offset + rows]
             # Within a group rows can only be read from its first one on: decoding them again is cheap beside answers.
-            position = chosen[0][1] if chosen else 0
-            for batch in file.iter_batches(batch_size=max(rows, 1), row_groups=[group for group, _ in chosen]):
-                pieces.append(batch.slice(max(offset - position, 0), max(offset + rows - max(position, offset), 0)))
-                position += len(batch)
-                if position >= offset + rows:
+            before, pieces = offset - sum(sizes[: touched[0]]) if touched else 0, []
+            for batch in file.iter_batches(batch_size=max(rows, 1), row_groups=touched):
+                pieces.append(batch.slice(max(before, 0), max(rows + min(before, 0), 0)))
+                before -= len(batch)
+                if before + rows <= 0:
                     break
             return cls(pyarrow.Table.from_batches(pieces, schema=file.schema_arrow))
 
@@ -344,11 +333,9 @@ class ParquetRows(Rows):
             return ""
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
-        import pyarrow
-        from pyarrow import parquet
-
+        pyarrow = import_pyarrow()
         table = self.content.append_column(into, pyarrow.array(answers, pyarrow.string()))
-        parquet.write_table(table.filter(pyarrow.array([answer is not None for answer in answers])), path)
+        pyarrow.parquet.write_table(table.filter(pyarrow.array([answer is not None for answer in answers])), path)
 
 
 def _check_columns(path: Path, columns: Sequence[str], column: str, into: str | None) -> None:
@@ -360,13 +347,7 @@ def _check_columns(path: Path, columns: Sequence[str], column: str, into: str | 
         )
 
 
-KINDS: dict[str, type[Rows]] = {
-    ".jsonl": JsonRows,
-    ".ndjson": JsonRows,
-    ".csv": CsvRows,
-    ".parquet": ParquetRows,
-    ".txt": TextRows,
-}
+KINDS = {".jsonl": JsonRows, ".ndjson": JsonRows, ".csv": CsvRows, ".parquet": ParquetRows, ".txt": TextRows}
 
 
 def kind_of(path: Path) -> type[Rows]:

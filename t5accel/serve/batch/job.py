@@ -74,7 +74,6 @@ class Source:
 
     @classmethod
     def of(cls, name: str, path: Path) -> Source:
-        """The file as it is now."""
         facts = path.stat()
         return cls(name, path, describe_file(path)["sha256"], facts.st_size, (facts.st_mtime_ns, facts.st_ctime_ns))
 
@@ -103,12 +102,10 @@ class Shard:
 
     @property
     def output(self) -> str:
-        """Name of the output file."""
         return f"part-{self.index:06}{kind_of(self.source.path).suffix}"
 
     @property
     def rejects(self) -> str:
-        """Name of the file of rejected rows."""
         return f"{REJECTS}/part-{self.index:06}.jsonl"
 
 
@@ -128,9 +125,7 @@ class Model:
     def open(self, settings: Settings) -> tuple[BatchGenerator, dict[str, str]]:
         """Return the generator, and the model's identity in a manifest."""
         if self.precision is not None and as_recipe(self.precision).dtype == "bfloat16":
-            raise InputError(
-                f"precision must be fp32, fp16, int8 or int4, got {self.precision!r}, which runs in torch."
-            )
+            raise InputError(f"precision must be fp32, fp16, int8 or int4, got {self.precision}, which runs in torch.")
         require_tokenizer(self.name)
         backend, tokenizer, _ = open_backend(self.name, precision=self.precision, threads=self.threads)
         own = ("column", "prefix", "output_column", "shard_rows")

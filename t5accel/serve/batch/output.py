@@ -83,18 +83,14 @@ class Output:
             if path.exists() and not path.is_file():  # to open a pipe is to wait for its reader
                 raise FileExistsError(errno.EEXIST, f"{LOCK} is no regular file")
             path.open("a").close()  # where no file can be made, the lock would try for ever
-            lock = FileLock(path)
-            lock.acquire(timeout=0)
+            lock = FileLock(path).acquire(timeout=0)
         except Timeout as error:
-            raise InputError(
-                f"Another job is writing to {self.folder}. Wait for it, or give another folder."
-            ) from error
+            message = f"Another job is writing to {self.folder}. Wait for it, or give another folder."
+            raise InputError(message) from error
         except (OSError, NotImplementedError) as error:
             raise JobError(f"{self.folder} cannot be written to: {reason(error)}.") from error
-        try:
+        with lock:
             yield
-        finally:
-            lock.release()
 
     def begin(self, manifest: Mapping[str, Any]) -> None:
         """Begin or resume a job; delete partial files of a killed process.
@@ -105,8 +101,7 @@ class Output:
         try:
             there = _read(path)
             wanted = json.loads(json.dumps(manifest))
-            found = wanted if there is None else json.loads(there)
-            differ = [] if found == wanted else _differences(found, wanted)
+            differ = [] if there is None else _differences(json.loads(there), wanted)
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path} is no manifest of a job ({error}). Give another folder.") from error
         if differ:
