@@ -32,7 +32,7 @@ from t5accel.serve.app import make_app
 from t5accel.serve.limits import needs_unbatched_encoding
 from t5accel.serve.middleware import HEALTH, HTTPError, error_response
 from t5accel.serve.monitoring import RateLimit, configure, log, open_log
-from t5accel.serve.settings import EMBED_PRECISIONS, OF_TASK, Settings, is_loopback, refuse_misspelt
+from t5accel.serve.settings import EMBED_PRECISIONS, OF_ONE, Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; others stay in our memory
 SLOWEST = 1024  # bytes a second that leave our memory, in lumps of half of `UNREAD`; a client that takes less is gone
@@ -251,13 +251,12 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
                 "--allow-unauthenticated to serve everybody."
             )
         log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
-    for task, names in OF_TASK.items():
-        for name in names:
-            if task != settings.task and getattr(settings, name) != Settings.model_fields[name].default:
-                raise InputError(f"{name} is for task {task}, and the task is {settings.task}. Leave it out.")
-    for name in ("address", "replicas", "replicas_min"):
-        if settings.engine != "ray" and getattr(settings, name) != Settings.model_fields[name].default:
-            raise InputError(f"{name} is for engine ray, and the engine is local. Give --engine ray, or leave it out.")
+    for (kind, value), names in OF_ONE.items():
+        if (own := getattr(settings, kind)) != value:
+            for name in names:
+                if getattr(settings, name) != Settings.model_fields[name].default:
+                    hint = f"Give --{kind} {value}, or leave it out."
+                    raise InputError(f"{name} is for {kind} {value}, and the {kind} is {own}. {hint}")
     if settings.task == "generate":
         recipe = as_recipe(settings.precision or "fp32")
         needs_unbatched_encoding(recipe)
@@ -266,13 +265,9 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
         raise InputError(f"precision must be one of {allowed} with task embed, got {settings.precision!r:.80}.")
     if settings.device == "cuda":
         if recipe.integers:
-            raise InputError(
-                f"precision must be bf16, fp16 or fp32 on cuda, got {recipe.name!r}. Give --precision bf16."
-            )
+            raise InputError(f"precision must be bf16, fp16 or fp32 on cuda, got {recipe.name}. Give --precision bf16.")
         if settings.engine != "local":
             raise InputError(f"engine must be local on cuda, got {settings.engine!r}. Leave --engine out.")
-        if "encoder_cache_mb" in settings.model_fields_set:
-            raise InputError("encoder_cache_mb is for device cpu: on cuda sources are encoded anew. Leave it out.")
     cores = cpu_threads()
     if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
         raise InputError(

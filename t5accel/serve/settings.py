@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -17,17 +17,15 @@ from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.monitoring import Form, Level
 
 PREFIX = "T5ACCEL_"
-OF_TASK = {  # settings of one task, which the other would silently leave aside
-    "embed": ["pooling", "normalize", "batch_tokens"],
-    "generate": "device engine address replicas replicas_min max_batch_rows key_value_mb max_queued_tokens max_beams "
-    "max_new_tokens max_prefill_stall_ms prefill_share encoder_cache_mb".split(),
+OF_ONE = {  # settings that apply only with a value of another one, which would else be left aside silently
+    ("task", "embed"): ["pooling", "normalize", "batch_tokens"],
+    ("task", "generate"): "device engine address replicas replicas_min max_batch_rows key_value_mb max_queued_tokens "
+    "max_beams max_new_tokens max_prefill_stall_ms prefill_share encoder_cache_mb".split(),
+    ("engine", "ray"): ["address", "replicas", "replicas_min"],
+    ("device", "cpu"): ["encoder_cache_mb"],  # on cuda sources are encoded anew
 }
 EMBED_PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4", "auto")
 OTHERS = {"CACHE", "TRACEBACK", "COMMIT"}  # variables of other parts
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
 
 
 class Settings(BaseSettings):
@@ -110,16 +108,15 @@ class Settings(BaseSettings):
     replicas: int = Field(2, ge=1, description="Maximum replicas with engine ray; more start as requests wait.")
     replicas_min: int = Field(1, ge=1, description="Minimum replicas with engine ray.")
     log_texts: bool = Field(False, description="Write texts and answers to the log.")
-    log_level: Annotated[Level, BeforeValidator(_lower)] = Field(
+    log_level: Annotated[Level, BeforeValidator(str.lower)] = Field(
         "info", description="debug, info, warning, error or critical; debug also logs probes."
     )
-    log_format: Annotated[Form, BeforeValidator(_lower)] = Field(
+    log_format: Annotated[Form, BeforeValidator(str.lower)] = Field(
         "text", description="text, or json: one object per line."
     )
 
     @property
     def limits(self) -> SchedulerLimits:
-        """Limits of the scheduler."""
         return SchedulerLimits(
             rows=self.max_batch_rows,
             key_value_bytes=None if self.key_value_mb is None else self.key_value_mb * 10**6,

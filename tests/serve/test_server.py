@@ -642,7 +642,7 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
     (["--deadline-s", "inf"], {}, "--deadline-s is .*inf"),
     (["--precision", "int8-dynamic"], {}, "precision must .* got 'int8-dynamic'"),
     (["--device", "tpu"], {}, "device is 'tpu'"),
-    (["--device", "cuda", "--precision", "int8"], {}, "precision must be bf16, fp16 or fp32 on cuda, got 'int8'"),
+    (["--device", "cuda", "--precision", "int8"], {}, "precision must be bf16, fp16 or fp32 on cuda, got int8"),
     (["--device", "cuda", "--engine", "ray"], {}, "engine must be local on cuda, got 'ray'"),
     (["--replicas-min", "2"], {}, "--replicas-min is for engine ray, and the engine is local. Give --engine ray"),
     ([], {"T5ACCEL_REPLICAS": "4"}, "--replicas is for engine ray"),
