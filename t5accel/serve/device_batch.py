@@ -69,14 +69,12 @@ class DeviceRunningBatch(RunningBatch):
         self.parts += parts
 
     def remove(self, parts: Sequence[RunningSequence]) -> None:
-        """Remove sequences, done or not."""
         for part in parts:
             self._table[:, part.rows] = IDLE
         leaving = set(parts)
         self.parts = [part for part in self.parts if part not in leaving]
 
     def clear(self) -> None:
-        """Remove all sequences."""
         self.remove(self.parts)
 
     def step(self) -> list[RunningSequence]:

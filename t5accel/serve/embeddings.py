@@ -98,17 +98,14 @@ class EmbeddingService(TextService):
     rows = running = property(lambda self: len(self._batch))
 
     def busy_s(self) -> float:
-        """Seconds since the batch began; 0 between batches."""
         return time.monotonic() - self._began_s if self.running else 0.0
 
     def drain(self, grace_s: float) -> None:
-        """Accept no more requests; fail unfinished ones after ``grace_s`` seconds."""
         self.is_open = False
         if self.loop:
             self.loop.call_soon_threadsafe(self.loop.call_later, grace_s, self._fail_all)
 
     def close(self) -> None:
-        """Fail all requests, and wait for the engine's thread to end."""
         self.drain(0)
         self._engine.shutdown()
         self._worker.shutdown(wait=False, cancel_futures=True)

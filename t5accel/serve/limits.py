@@ -124,7 +124,6 @@ class EncoderLatency:
         return self._per_token.get(length_bucket(length), math.inf) * length
 
     def learn(self, length: int, sources: int, seconds: float) -> None:
-        """Record the time of one encoder call."""
         new, key = seconds / (length * sources), length_bucket(length)
         old = self._per_token.get(key, new)
         self._per_token[key] = old + (new - old) * (0.5 if new > old else 0.1)  # a stall is worse than a pause

@@ -108,7 +108,6 @@ class Metrics:
         self._responses = Counter("t5accel_responses", "By route and status", ["route", "status"], registry=registry)
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Add gauges that read the scheduler's load."""
         for attribute, words in GAUGES.items():
             gauge = Gauge(*words, registry=self._registry)
             gauge.set_function(lambda attribute=attribute: getattr(scheduler, attribute))
@@ -126,5 +125,4 @@ class Metrics:
         self._responses.labels(route, str(status)).inc()
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' format."""
         return generate_latest(self._registry)

@@ -86,11 +86,9 @@ class Heartbeat:
         self._beats = 0
 
     def beat(self) -> None:
-        """Count one."""
         self._beats += 1
 
     def beats(self) -> int:
-        """The count."""
         return self._beats
 
 

@@ -77,7 +77,6 @@ class GenerationRequest:
 
     @property
     def rows(self) -> int:
-        """Rows in the batch."""
         return self.num_return_sequences if self.sampling is not None else self.num_beams
 
     @property
@@ -133,7 +132,6 @@ class RequestHandle:
 
     @property
     def is_done(self) -> bool:
-        """Whether there are results or an error."""
         return self._done.is_set()
 
     def cancel(self) -> None:

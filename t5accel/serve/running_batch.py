@@ -52,12 +52,10 @@ class GreedySequence:
 
     @property
     def missing(self) -> int:
-        """Tokens up to the maximum."""
         return self._longest - len(self.tokens)
 
     @property
     def forced(self) -> int | None:
-        """The next token, if it is forced."""
         return self._rules.forced_token(len(self.tokens), longest=self._longest) if self._forces else None
 
     def append(self, token: int) -> None:
@@ -69,7 +67,6 @@ class GreedySequence:
         self.is_done = self._has_ended or len(self.tokens) == self._longest
 
     def answers(self) -> list[GenerationResult]:
-        """The finished sequence."""
         return [GenerationResult(self.tokens, self._has_ended)]
 
 
@@ -222,7 +219,6 @@ class RunningBatch:
         self.parts += parts
 
     def remove(self, parts: Sequence[RunningSequence]) -> None:
-        """Remove sequences, done or not."""
         if not parts:
             return
         self.parts = [part for part in self.parts if part not in parts]
@@ -247,7 +243,6 @@ class RunningBatch:
             part.rows = place[part.rows]
 
     def clear(self) -> None:
-        """Remove all sequences and the state."""
         self.parts, self._state, self._next = [], None, self._next[:0]
         self._ended, self._ended_steps = self._ended[:0], 0
 

@@ -112,17 +112,14 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Requests in the batch."""
         return len(self._running)
 
     @property
     def rows(self) -> int:
-        """Rows of the batch."""
         return self._batch.rows
 
     @property
@@ -133,7 +130,6 @@ class Scheduler:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def busy_s(self) -> float:

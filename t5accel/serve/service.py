@@ -239,7 +239,6 @@ class StopStrings:
         return any(text in found for text in self._texts)
 
     def cut(self, found: str) -> str:
-        """The text before the first stop string."""
         return found[: min((at for text in self._texts if (at := found.find(text)) >= 0), default=len(found))]
 
     def held(self, found: str) -> int:

@@ -98,7 +98,6 @@ class Rows:
         return len(self.records)
 
     def texts(self, column: str, into: str | None) -> list[str | RejectedRow]:
-        """The text or the rejection of each row."""
         found: list[str | RejectedRow] = []
         for record in self.records:
             try:
@@ -122,7 +121,6 @@ class Rows:
         return pyarrow.table({name: [row.get(name) for row in found] for name in names})
 
     def values(self, record: str, column: str) -> dict[str, Any]:
-        """The fields of one record."""
         return {column: record.rstrip("\r\n")}
 
     def shown(self, row: int) -> str:

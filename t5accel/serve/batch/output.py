@@ -136,7 +136,6 @@ class Output:
         return found, lost
 
     def record(self, made: ShardRecord) -> None:
-        """Record a finished shard."""
         # No flush to disk: a shard whose line is lost is done again.
         try:
             with (self.folder / DONE).open("a", encoding="utf-8", newline="\n") as file:
