@@ -21,7 +21,7 @@ IDLE = np.array([[0], [0], [-1], [0]])
 
 
 class DeviceRunningBatch(RunningBatch):
-    """A `RunningBatch` with several steps per call, over the rows of ``backend.in_flight()``.
+    """A `RunningBatch` with several steps per call, over the rows of ``backend.in_flight()``; warmed for ``rows``.
 
     The more rows there are, the more steps, up to `MAX_STEPS` within `MAX_CHUNK_S`: streams wait for these. Samples and
     beams need the host after each step: with any of them, all rows take one.
@@ -39,18 +39,15 @@ class DeviceRunningBatch(RunningBatch):
 
     call_tokens = 512  # see `RunningBatch`; a device computes small batches as fast as one row
 
-    def __init__(self, backend: Any, *, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, backend: Any, rows: int = 0, *, clock: Callable[[], float] = time.perf_counter):
         super().__init__(backend)
         self.joins_running, self.encoder = True, backend.in_flight()
+        if rows:  # capture the graphs for up to this many rows of short requests
+            self.encoder.warm(rows)
         self._positions = getattr(backend, "positions", None) or math.inf
         self._clock, self._step_s = clock, 0.0
-        self._table = np.tile(IDLE, 0)
-        self._oversized_steps = 0  # in a row, for which a smaller shape is enough
-
-    def warm(self, rows: int) -> None:
-        """Capture the graphs for up to this many rows of short requests."""
-        self.encoder.warm(rows)
         self._table = np.tile(IDLE, self.encoder.shape[0])
+        self._oversized_steps = 0  # in a row, for which a smaller shape is enough
 
     @property
     def rows(self) -> int:
@@ -139,12 +136,3 @@ class DeviceRunningBatch(RunningBatch):
             table[:, : kept.size] = self._table[:, kept]
             self._table, self._oversized_steps = table, 0
             place_rows(self.parts, np.arange(kept.size))
-
-
-def running_batch(backend: Any, rows: int) -> RunningBatch:
-    """The running batch for a backend, warmed for ``rows`` rows."""
-    if not hasattr(backend, "in_flight"):
-        return RunningBatch(backend)
-    batch = DeviceRunningBatch(backend)
-    batch.warm(rows)
-    return batch

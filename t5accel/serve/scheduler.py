@@ -23,10 +23,10 @@ from t5accel.decoding.request import GenerationInputs
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
 from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.precision.recipes import recipe_from_json
-from t5accel.serve.device_batch import running_batch
+from t5accel.serve.device_batch import DeviceRunningBatch
 from t5accel.serve.limits import EncoderLatency, KVCacheBytes, SchedulerLimits, needs_unbatched_encoding
 from t5accel.serve.request import GenerationRequest, RequestHandle, padded
-from t5accel.serve.running_batch import GreedySequence, RunningSequence, Writer, sequences_for
+from t5accel.serve.running_batch import GreedySequence, RunningBatch, RunningSequence, Writer, sequences_for
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished requests by which the rate is measured
@@ -73,7 +73,8 @@ class Scheduler:
         self.limits = limits or SchedulerLimits()
         recipe = getattr(getattr(backend, "manifest", None), "recipe", None)
         self._encodes_alone = bool(recipe) and needs_unbatched_encoding(recipe_from_json(recipe))
-        self._batch = running_batch(backend, self.limits.rows)
+        on_device = hasattr(backend, "in_flight")
+        self._batch = DeviceRunningBatch(backend, self.limits.rows) if on_device else RunningBatch(backend)
         self._encoder: Any = self._batch.encoder
         if all(hasattr(backend, name) for name in ("split", "join", "source_bytes", "fingerprint")):
             self._encoder = EncoderCache(backend, max_bytes=self.limits.encoder_cache_bytes)
