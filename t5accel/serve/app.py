@@ -63,7 +63,7 @@ def _refusal(error: BaseException, *, openai: bool = False) -> Response:
 
 async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool], str], request: Request) -> Response:
     """Server-sent events; a failure before the first has its own status, and a client may leave before it."""
-    first = await unless_disconnected(anext(pieces), request)  # else the pieces end, which cancels the handles
+    first = await unless_disconnected(anext(pieces), request.receive)  # else the pieces end, which cancels the handles
 
     async def body() -> AsyncIterator[str]:
         try:

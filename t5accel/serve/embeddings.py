@@ -130,7 +130,7 @@ class EmbeddingService(TextService):
 
         deadline_s = self.settings.deadline_s if asked.deadline_s is None else asked.deadline_s
         try:
-            vectors = await unless_disconnected(all_done(), request, deadline_s)
+            vectors = await unless_disconnected(all_done(), request.receive, deadline_s)
         except Exception as error:
             self.metrics.observe(type(error).__name__, 1)
             raise

@@ -9,7 +9,6 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from t5accel.serve.middleware import HEALTH, HTTPError, RequestLimits, error_res
 from t5accel.serve.monitoring import TEXT_FORMAT, Metrics, configure, log
 from t5accel.serve.ray_batch import connected, workers_for
 from t5accel.serve.server import bound, checked, create_app, run_server
-from t5accel.serve.service import disconnected
+from t5accel.serve.service import unless_disconnected
 from t5accel.serve.settings import Settings
 
 Message = dict[str, Any]
@@ -133,19 +132,11 @@ class Router:
                 self.running -= 1
 
     async def _answer(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
-        work = asyncio.ensure_future(self._try_replicas(scope, body, receive, send))
-        gone = asyncio.ensure_future(disconnected(receive))
         limit = READY_S if scope["path"] in ("/health", "/health/ready") else None
-        await asyncio.wait({work, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if not work.done():
-            work.cancel()
-            with suppress(asyncio.CancelledError):
-                await work
-            if limit:
-                await JSONResponse({"ready": False}, 503)(scope, receive, send)
-        else:
-            await work
+        try:
+            await unless_disconnected(self._try_replicas(scope, body, receive, send), receive, limit)
+        except DeadlineError:
+            await JSONResponse({"ready": False}, 503)(scope, receive, send)
 
     async def _try_replicas(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
         request, began, ended = {name: scope[name] for name in TRAVELS if name in scope}, None, False

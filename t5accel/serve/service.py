@@ -151,7 +151,7 @@ class Service(TextService):
                 news.clear()
 
         try:
-            await unless_disconnected(all_done(), request)
+            await unless_disconnected(all_done(), request.receive)
         finally:
             for handle in handles:  # after a failure or a disconnect the others' rows are free, too
                 handle.cancel()
@@ -197,15 +197,14 @@ def too_long(what: str, name: str) -> HTTPError:
     return HTTPError(413, f"{what}: shorten or split it.", param=name, code="context_length_exceeded")
 
 
-async def disconnected(receive: Any) -> None:
-    """Return when the client of an ASGI application has disconnected."""
+async def _disconnected(receive: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def unless_disconnected(work: Awaitable[Any], request: Request, deadline_s: float | None = None) -> Any:
+async def unless_disconnected(work: Awaitable[Any], receive: Any, deadline_s: float | None = None) -> Any:
     """The result of ``work``; ``ConnectionResetError``: the client left before; ``DeadlineError``: it took too long."""
-    doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request.receive))
+    doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait([doing, gone], timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
