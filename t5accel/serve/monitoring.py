@@ -52,8 +52,6 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             content["exception"] = self.formatException(record.exc_info)
-        if record.stack_info:
-            content["stack"] = self.formatStack(record.stack_info)
         return json.dumps(content, ensure_ascii=False)
 
 

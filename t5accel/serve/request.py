@@ -52,9 +52,7 @@ class GenerationRequest:
         if self.deadline_s is not None and not (is_number(self.deadline_s) and 0 < self.deadline_s < 1e9):
             raise InputError(f"deadline_s must be seconds above 0, or None, got {self.deadline_s!r}.")
         if self.sampling is not None and not isinstance(self.sampling, SamplingParams):
-            raise InputError(
-                f"sampling must be a SamplingParams, or None for greedy search, got {self.sampling!r:.80}."
-            )
+            raise InputError(f"sampling must be SamplingParams, or None for greedy search, got {self.sampling!r:.80}.")
         if self.sampling is not None and self.num_beams > 1:
             raise InputError(f"num_beams must be 1 with sampling, got {self.num_beams}. Leave one of them out.")
         if self.sampling is None and self.num_return_sequences > self.num_beams:

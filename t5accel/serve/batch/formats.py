@@ -340,9 +340,7 @@ def _check_columns(path: Path, columns: Sequence[str], column: str, into: str | 
     if columns.count(column) != 1:
         raise InputError(f"{path} must have one column {column!r}, got {', '.join(columns)}. Give --column.")
     if into in columns:
-        raise InputError(
-            f"{path} must have no column {into!r}, where the answers belong. Give another --output-column."
-        )
+        raise InputError(f"{path} must have no column {into!r}, where the answers go. Give another --output-column.")
 
 
 KINDS = {".jsonl": JsonRows, ".ndjson": JsonRows, ".csv": CsvRows, ".parquet": ParquetRows, ".txt": TextRows}
