@@ -316,20 +316,6 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
-ERRORS = {
-    400: "The request is not valid.",
-    401: "The API key is missing or wrong.",
-    404: "There is no such model.",
-    408: "The request arrived too slowly.",
-    413: "The text or the body is too long.",
-    415: "The body is not sent as application/json.",
-    421: "The Host header is not allowed.",
-    422: "A value is not valid.",
-    429: "The queue is full; see Retry-After.",
-    500: "The engine failed.",
-    503: "The server is shutting down or full.",
-    504: "The deadline has passed.",
-}
 EVERYWHERE = (401, 421)
 
 
@@ -348,7 +334,7 @@ def openapi_responses(
     if is_open:
         return {**found, 503: {"model": model, "description": "No."}}
     for status in (*EVERYWHERE, *errors):
-        found[status] = {"model": ErrorResponse, "description": ERRORS[status]}
+        found[status] = {"model": ErrorResponse}
     return found
 
 
