@@ -64,9 +64,7 @@ class _Common(Asked):
         None, description=f"Up to {MAX_STOPS} texts: the answer ends before the first of them. Not for beams."
     )
     prefix: str | None = Field(None, description="Text in front of every source. Default: the server's --prefix.")
-    src_lang: str | None = Field(
-        None, description="Language of the sources, as NLLB, mBART and M2M100 name it: eng_Latn, en_XX, en."
-    )
+    src_lang: str | None = Field(None, description="Language of the sources: eng_Latn (NLLB), en_XX (mBART), en.")
     tgt_lang: str | None = Field(None, description="Language of the answers, likewise: fra_Latn, fr_XX, fr.")
     forced_bos_token: str | None = Field(None, description="Token that every answer begins with.")
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of answers.")
@@ -76,9 +74,7 @@ class _Common(Asked):
     seed: int | None = Field(None, description="Seed of the drawn tokens. Default: any.")
     stream: bool = Field(False, description="Server-sent events, without beams.")
     priority: int = Field(0, description="Higher values go first, with a head start of at most 10 s.")
-    deadline_s: float | None = Field(
-        None, description="Seconds within which the answer must be complete, else status 504."
-    )
+    deadline_s: float | None = Field(None, description="Seconds until the answer must be complete, else status 504.")
 
     @property
     def stops(self) -> list[str]:
@@ -159,9 +155,7 @@ class Completion(_Common):
     model: str
     prompt: str | list[str] = Field(description="One source with its prefix, or a list of them.")
     max_tokens: int | None = Field(None, description="Default: 16, or what server and model allow.")
-    temperature: float | None = Field(
-        None, description="Left out or 0: the likeliest tokens, which differs from OpenAI's default."
-    )
+    temperature: float | None = Field(None, description="Left out (unlike OpenAI's) or 0: the likeliest tokens.")
     top_p: float | None = Field(None, description="Without a temperature above 0 only 1.")
     n: int | None = Field(1, description="Answers per prompt. More than 1 need a temperature above 0.")
     best_of: int | None = Field(None, description="Only the value of n.")

@@ -346,6 +346,12 @@ def _check_columns(path: Path, columns: Sequence[str], column: str, into: str | 
 KINDS = {".jsonl": JsonRows, ".ndjson": JsonRows, ".csv": CsvRows, ".parquet": ParquetRows, ".txt": TextRows}
 
 
+def facts_of(path: Path) -> tuple[int, ...]:
+    """Size, and times of content and inode, by which a change is noticed."""
+    facts = path.stat()
+    return facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns  # programs can set back the second alone
+
+
 def kind_of(path: Path) -> type[Rows]:
     """The format of a file, by its suffix."""
     kind = KINDS.get(path.suffix.lower())

@@ -25,7 +25,7 @@ from t5accel.graphs.manifest import describe_file
 from t5accel.models.load import BUNDLED, require_tokenizer
 from t5accel.models.prefixes import prefix_hint, prefixes_of
 from t5accel.precision.recipes import as_recipe, recipe_from_json
-from t5accel.serve.batch.formats import KINDS, RejectedRow, kind_of, read_range
+from t5accel.serve.batch.formats import KINDS, RejectedRow, facts_of, kind_of, read_range
 from t5accel.serve.batch.generate import Answer, BatchGenerator
 from t5accel.serve.batch.output import REJECTS, Output, ShardRecord, ShardStats, some
 
@@ -69,21 +69,20 @@ class Source:
     name: str  # the path relative to the input
     path: Path
     sha256: str
-    size_bytes: int
-    changed_ns: tuple[int, int]  # of content and inode: programs can set back the first alone
+    facts: tuple[int, ...]
 
     @classmethod
     def of(cls, name: str, path: Path) -> Source:
-        facts = path.stat()
-        return cls(name, path, describe_file(path)["sha256"], facts.st_size, (facts.st_mtime_ns, facts.st_ctime_ns))
+        facts = facts_of(path)  # before the hash: what changes meanwhile is noticed
+        return cls(name, path, describe_file(path)["sha256"], facts)
 
     def check(self) -> None:
         """Raise ``JobError`` if the file is gone or was written to."""
         try:
-            facts = self.path.stat()
+            facts = facts_of(self.path)
         except OSError as error:
             raise JobError(f"{self.path} cannot be read: {error.strerror}. What is done is kept.") from error
-        if (facts.st_size, (facts.st_mtime_ns, facts.st_ctime_ns)) != (self.size_bytes, self.changed_ns):
+        if facts != self.facts:
             raise JobError(
                 f"{self.path} was written to since the job began. What is done is kept, and the same command goes on "
                 "if its content is the same."

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import os
@@ -70,7 +69,7 @@ class Output:
     """The output folder of a job, made if missing."""
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # for processes that work elsewhere
         self._manifest: bytes | None = None
 
     @contextmanager
@@ -164,12 +163,6 @@ class Output:
                 f"{self.folder} is not the job's folder any more: its {MANIFEST} was removed or altered. Start the "
                 "same command again."
             )
-
-    def absolute(self) -> Output:
-        """The same with an absolute path, for processes that work elsewhere."""
-        output = copy.copy(self)
-        output.folder = self.folder.absolute()
-        return output
 
     def put(self, name: str, write: Callable[[Path], Any]) -> dict[str, Any]:
         """Write a file atomically, by ``write(temporary path)``; return its hash and size.
