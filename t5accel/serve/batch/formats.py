@@ -47,9 +47,10 @@ def text_of(value: Any) -> str | RejectedRow:
 
 
 class Rows:
-    """A range of rows of one file, in memory.
+    """A range of rows of one file, in memory; here one text per line.
 
-    ``column`` is the name of the texts, ``into`` that of the answers, if there will be any.
+    ``column`` is the name of the texts, ``into`` that of the answers, if there will be any. Answers may have several
+    lines: they are written in JSON Lines.
     """
 
     suffix: ClassVar[str] = ".jsonl"  # of output files
@@ -107,7 +108,7 @@ class Rows:
         return found
 
     def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
-        """The text of one record."""
+        return text_of(record.rstrip("\r\n"))
 
     def table(self, column: str, schema: Any = None) -> Any:
         """The rows as an Arrow table, of ``schema`` if it is given."""
@@ -138,7 +139,7 @@ class Rows:
         return ""
 
     def answered(self, record: str, answer: str, column: str, into: str) -> str:
-        """The output line of one record."""
+        return json.dumps({**self.values(record, column), into: answer}, ensure_ascii=False) + "\n"
 
 
 class JsonRows(Rows):
@@ -163,16 +164,6 @@ class JsonRows(Rows):
     def answered(self, record: str, answer: str, column: str, into: str) -> str:
         field = f"{json.dumps(into, ensure_ascii=False)}: {json.dumps(answer, ensure_ascii=False)}"
         return f"{record.rstrip().removesuffix('}')}, {field}}}\n"  # there is a field before it, that of the text
-
-
-class TextRows(Rows):
-    """One text per line; answers may have several, in JSON Lines."""
-
-    def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
-        return text_of(record.rstrip("\r\n"))
-
-    def answered(self, record: str, answer: str, column: str, into: str) -> str:
-        return json.dumps({column: record.rstrip("\r\n"), into: answer}, ensure_ascii=False) + "\n"
 
 
 class CsvRows(Rows):
@@ -343,7 +334,7 @@ def _check_columns(path: Path, columns: Sequence[str], column: str, into: str | 
         raise InputError(f"{path} must have no column {into!r}, where the answers go. Give another --output-column.")
 
 
-KINDS = {".jsonl": JsonRows, ".ndjson": JsonRows, ".csv": CsvRows, ".parquet": ParquetRows, ".txt": TextRows}
+KINDS = {".jsonl": JsonRows, ".ndjson": JsonRows, ".csv": CsvRows, ".parquet": ParquetRows, ".txt": Rows}
 
 
 def facts_of(path: Path) -> tuple[int, ...]:
