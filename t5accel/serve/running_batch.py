@@ -115,8 +115,7 @@ class BeamSequence:
         """Return from (K, V) logits the next tokens, and which rows they continue."""
         move = self._beams.advance(logits[None])
         if move is None:
-            self._answers = self._best()  # here, where an error is this request's alone
-            self.is_done = True
+            self._finish()
             return np.full(self.rows, self._pad), None
         return move.tokens[0], None if move.rows is None else move.rows[0]
 
@@ -124,14 +123,13 @@ class BeamSequence:
         """The finished sequences, best first; where the search found fewer, empty ones with score -inf."""
         return self._answers
 
-    def _best(self) -> list[GenerationResult]:
-        sequences, scores = self._beams.best(self._returned, pad_token_id=self._pad)
-        found = []
+    def _finish(self) -> None:
+        sequences, scores = self._beams.best(self._returned, pad_token_id=self._pad)  # an error is this request's alone
         for row, score in zip(sequences.tolist(), scores.tolist(), strict=True):
             # A sequence without an end token has the full length, so none ends in padding.
             tokens = truncate_at_eos(row, self._ends) if np.isfinite(score) else []
-            found.append(GenerationResult(tokens, bool(tokens) and tokens[-1] in self._ends, score))
-        return found
+            self._answers.append(GenerationResult(tokens, bool(tokens) and tokens[-1] in self._ends, score))
+        self.is_done = True
 
 
 Writer = GreedySequence | SampledSequence | BeamSequence
