@@ -19,6 +19,7 @@ from t5accel.decoding.streaming import IncrementalDetokenizer
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
 from t5accel.errors import DeadlineError
 from t5accel.models.prefixes import Languages
+from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.middleware import HTTPError
 from t5accel.serve.monitoring import Metrics, log
 from t5accel.serve.request import GenerationResult, RequestHandle
@@ -70,9 +71,19 @@ class Service(TextService):
         self.backend, self.languages = backend, Languages(tokenizer)
         self.rules = getattr(backend, "rules", NO_CONSTRAINTS)
         self.ends = self.rules.eos_tokens(backend.eos_token_id)
-        own, positions = settings.limits, getattr(backend, "positions", None) or math.inf
-        read = min(own.source_tokens, getattr(backend, "max_source_tokens", None) or positions)
-        self.limits = replace(own, source_tokens=read, new_tokens=min(own.new_tokens, positions))
+        positions = getattr(backend, "positions", None) or math.inf
+        self.limits = SchedulerLimits(
+            rows=settings.max_batch_rows,
+            key_value_bytes=None if settings.key_value_mb is None else settings.key_value_mb * 10**6,
+            queue=settings.max_queue,
+            queued_tokens=settings.max_queued_tokens,
+            beams=settings.max_beams,
+            source_tokens=min(settings.max_source_tokens, getattr(backend, "max_source_tokens", None) or positions),
+            new_tokens=min(settings.max_new_tokens, positions),
+            max_prefill_stall_s=settings.max_prefill_stall_ms / 1e3,
+            prefill_share=settings.prefill_share,
+            encoder_cache_bytes=settings.encoder_cache_mb * 10**6,
+        )
         self.scheduler = Scheduler(backend, self.limits, observe=self.metrics.observe, notify=self._notify)
         self.metrics.watch(self.scheduler)
 

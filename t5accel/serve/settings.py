@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from t5accel.errors import InputError
-from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.monitoring import Form, Level
 
 PREFIX = "T5ACCEL_"
@@ -32,8 +31,8 @@ OTHERS = {"CACHE", "TRACEBACK", "COMMIT"}  # variables of other parts
 class Settings(BaseSettings):
     """One field for each flag: ``--max-prefill-stall-ms 20`` is ``T5ACCEL_MAX_PREFILL_STALL_MS=20``. A flag wins.
 
-    >>> Settings(max_batch_rows=8).limits.rows
-    8
+    >>> Settings(model="/models/translator").public_name
+    'translator'
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, allow_inf_nan=False)
@@ -93,21 +92,6 @@ class Settings(BaseSettings):
         "info", description="debug, info, warning, error or critical; debug also logs probes."
     )
     log_format: Annotated[Form, Lower] = Field("text", description="text, or json: one object per line.")
-
-    @property
-    def limits(self) -> SchedulerLimits:
-        return SchedulerLimits(
-            rows=self.max_batch_rows,
-            key_value_bytes=None if self.key_value_mb is None else self.key_value_mb * 10**6,
-            queue=self.max_queue,
-            queued_tokens=self.max_queued_tokens,
-            beams=self.max_beams,
-            source_tokens=self.max_source_tokens,
-            new_tokens=self.max_new_tokens,
-            max_prefill_stall_s=self.max_prefill_stall_ms / 1e3,
-            prefill_share=self.prefill_share,
-            encoder_cache_bytes=self.encoder_cache_mb * 10**6,
-        )
 
     @property
     def public_name(self) -> str:
