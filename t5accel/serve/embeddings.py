@@ -17,11 +17,12 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
 from t5accel.encoder import AcceleratedEncoder
-from t5accel.errors import EngineError, InputError, QueueFullError, ShuttingDownError
+from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.serve.app import add_get_routes, empty_app, post, require_model
+from t5accel.serve.limits import require_place
 from t5accel.serve.monitoring import log
 from t5accel.serve.request import padded
-from t5accel.serve.scheduler import LONGEST_RETRY_S, engine_error
+from t5accel.serve.scheduler import engine_error
 from t5accel.serve.schemas import Asked, unsupported
 from t5accel.serve.service import TextService, too_long, unless_disconnected
 from t5accel.serve.settings import Settings
@@ -143,14 +144,9 @@ class EmbeddingService(TextService):
         return vectors, sum(map(len, sources))
 
     def _require_place(self, texts: int) -> None:
-        most = self.settings.max_queue
         if not self.is_open:
             raise ShuttingDownError("The server is shutting down and takes no more requests.")
-        if texts > most:
-            raise InputError(f"The request counts as {texts} texts, and {most} may wait. Send it in parts.")
-        if self.waiting + texts > most:
-            retry = min(max(1, math.ceil(self.waiting / self._texts_per_s)), LONGEST_RETRY_S)
-            raise QueueFullError(f"{self.waiting} texts are waiting and {most} may: try again in {retry} s.", retry)
+        require_place("texts", self.waiting, texts, self.settings.max_queue, self.waiting / self._texts_per_s)
 
     def _tokens(self, text: str) -> np.ndarray:
         ids, mask = tokenize(self.tokenizer, [text])

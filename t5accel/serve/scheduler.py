@@ -30,7 +30,6 @@ from t5accel.serve.running_batch import GreedySequence, RunningBatch, RunningSeq
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished requests by which the rate is measured
-LONGEST_RETRY_S = 120
 ENDS = (KeyboardInterrupt, SystemExit)  # any other exception concerns one request, even one that is no `Exception`
 
 
@@ -176,15 +175,9 @@ class Scheduler:
         if not self.is_open:
             raise ShuttingDownError("The server is shutting down and takes no more requests.")
         waiting = [handle.request for handle in list(self._queue)]
-        self.limits.require_place(waiting, requests, tokens, self.retry_after_s)
-
-    def retry_after_s(self) -> int:
-        """Estimated seconds until the queue has a place."""
-        times = list(self._finished)
-        if len(times) < 2 or times[-1] <= times[0]:
-            return 1
-        rate = (len(times) - 1) / (times[-1] - times[0])
-        return min(max(1, math.ceil(len(self._queue) / rate)), LONGEST_RETRY_S)
+        times = list(self._finished)  # by whose rate the queue will have a place
+        wait_s = len(waiting) * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1.0
+        self.limits.require_place(waiting, requests, tokens, wait_s)
 
     def drain(self, grace_s: float) -> None:
         """Accept no more requests; fail unfinished ones after ``grace_s`` seconds."""
