@@ -64,7 +64,7 @@ class _Common(Asked):
         None, description=f"Up to {MAX_STOPS} texts: the answer ends before the first of them. Not for beams."
     )
     prefix: str | None = Field(None, description="Text in front of every source. Default: the server's --prefix.")
-    src_lang: str | None = Field(None, description="Language of the sources: eng_Latn (NLLB), en_XX (mBART), en.")
+    src_lang: str | None = Field(None, description="Language of sources: eng_Latn (NLLB), en_XX (mBART), en (M2M100).")
     tgt_lang: str | None = Field(None, description="Language of the answers, likewise: fra_Latn, fr_XX, fr.")
     forced_bos_token: str | None = Field(None, description="Token that every answer begins with.")
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of answers.")
