@@ -31,9 +31,9 @@ class DeviceRunningBatch(RunningBatch):
     >>> from t5accel.serve.request import GenerationRequest
     >>> from t5accel.serve.running_batch import GreedySequence
     >>> batch = DeviceRunningBatch(backend := TorchStatic(load_model("random:t5-small")[0]))
-    >>> part = RunningSequence(GreedySequence(backend, GenerationRequest([100, 1], max_new_tokens=2)), "an owner")
+    >>> part = GreedySequence(backend, GenerationRequest([100, 1], max_new_tokens=2))
     >>> batch.add(batch.encoder.encode(np.array([[100, 1]]), np.ones((1, 2), dtype=np.int64)), [part])
-    >>> batch.step(), batch.step() == [part], len(part.writer.tokens)
+    >>> batch.step(), batch.step() == [part], len(part.tokens)
     ([], True, 2)
     """
 
@@ -55,14 +55,14 @@ class DeviceRunningBatch(RunningBatch):
 
     def add(self, source: Source, parts: Sequence[RunningSequence]) -> None:
         """Start sequences; ``encoder`` must have encoded the source."""
-        count = sum(part.writer.rows for part in parts)
+        count = sum(part.count for part in parts)
         self._fit(rows=self.rows + count, source=source.width, ahead=1)
         where = np.flatnonzero(self._table[SOURCE] == 0)[:count]
         self.encoder.add_sources(where, source)
         place_rows(parts, where)
         for part in parts:
-            shortest = part.writer.shortest if part.is_greedy else -1
-            self._table[:, part.rows] = [[0], [part.writer.start], [shortest], [source.width]]
+            shortest = part.shortest if part.is_greedy else -1
+            self._table[:, part.rows] = [[0], [part.start], [shortest], [source.width]]
         self.parts += parts
 
     def remove(self, parts: Sequence[RunningSequence]) -> None:
@@ -79,8 +79,8 @@ class DeviceRunningBatch(RunningBatch):
         others = [part for part in self.parts if not part.is_greedy]
         count = 1 if others else self._count()
         self._fit(rows=self.rows, source=1, ahead=count)
-        first = [part for part in greedy if not part.writer.tokens]
-        forced = [(int(part.rows[0]), part.writer.forced) for part in first if part.writer.forced is not None]
+        first = [part for part in greedy if not part.tokens]
+        forced = [(int(part.rows[0]), part.forced) for part in first if part.forced is not None]
         began = self._clock()
         found = self.encoder.run(self._table[:SOURCE], count, tuple(zip(*forced, strict=True)) or ((), ()))
         self._update_step_time((self._clock() - began) / count)
@@ -95,8 +95,8 @@ class DeviceRunningBatch(RunningBatch):
         def append(part: RunningSequence) -> None:
             for token in tokens[part.rows[0]]:
                 self.tokens += 1
-                part.writer.append(token)
-                if part.writer.is_done:
+                part.append(token)
+                if part.is_done:
                     break
 
         each_alone(greedy, append)
@@ -109,7 +109,7 @@ class DeviceRunningBatch(RunningBatch):
         self.encoder.reorder_sources(moved, order[moved])
 
     def _count(self) -> int:
-        count = min(MAX_STEPS, max(part.writer.missing for part in self.parts))
+        count = min(MAX_STEPS, max(part.missing for part in self.parts))
         # A row that ends within these steps goes on to their end: not into larger buffers, nor beyond all positions.
         room = min(self.encoder.shape[2], self._positions) - int(self._table[LENGTH].max())
         count = min(count, room) if room > 0 else 1

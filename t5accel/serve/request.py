@@ -150,6 +150,7 @@ class RequestHandle:
     def finish(self, now: float, answers: list[GenerationResult] | None = None, error: Exception | None = None) -> None:
         """Set the results or the error; called by the scheduler."""
         self.answers, self.error, self.done_s = answers or [], error, now
+        self.sequences = ()  # whose owner this is: no circle keeps their memory
         self._done.set()
 
     def cancellation_error(self, now: float) -> Exception | None:

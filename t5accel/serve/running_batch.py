@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,27 +14,36 @@ from t5accel.decoding.backend import Backend, Source, SuppressedTokens
 from t5accel.decoding.beam import BeamState, BeamTopK
 from t5accel.decoding.greedy_search import argmax_tokens
 from t5accel.decoding.sampling import SamplingParams, draw, generators, probabilities
-from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, truncate_at_eos
 from t5accel.serve.request import GenerationRequest, GenerationResult
 
 # A sequence turns the logits of its own rows into their next tokens. The results are those of `decoding`: of `greedy`,
 # `sample` and `beam_search` for the request's source alone.
 
 
-def _rules_and_start(backend: Backend, request: GenerationRequest) -> tuple[TokenConstraints, int]:
-    """The constraints and the decoder start token; the request's own values win."""
-    start = backend.decoder_start_token_id if request.decoder_start_token_id is None else request.decoder_start_token_id
-    return getattr(backend, "rules", NO_CONSTRAINTS).with_bos(request.forced_bos_token_id), start
+class RunningSequence:
+    """What a batch knows of every sequence; a base class."""
 
-
-class GreedySequence:
-    """One row of greedy search, whose arg-max the batch computes."""
-
-    rows = 1
+    count = 1  # of its rows
+    rows = np.empty(0, dtype=np.int64)  # in the batch
+    is_greedy = is_done = False  # greedy: arg-max tokens are all that it needs
+    owner: Any = None
+    error: BaseException | None = None
 
     def __init__(self, backend: Backend, request: GenerationRequest):
-        self._rules, self.start = _rules_and_start(backend, request)
+        own = request.decoder_start_token_id
+        self.start = backend.decoder_start_token_id if own is None else own
+        self._rules = getattr(backend, "rules", NO_CONSTRAINTS).with_bos(request.forced_bos_token_id)
         self._ends = self._rules.eos_tokens(backend.eos_token_id)
+
+
+class GreedySequence(RunningSequence):
+    """One row of greedy search, whose arg-max the batch computes."""
+
+    is_greedy = True
+
+    def __init__(self, backend: Backend, request: GenerationRequest):
+        super().__init__(backend, request)
         self._longest = request.max_new_tokens
         self.shortest = self._rules.min_new(request.min_new_tokens, longest=self._longest)  # no end token before
         self._criterion = request.stopping_criterion
@@ -43,7 +51,7 @@ class GreedySequence:
         self._forces = forced != (None, None)
         self._suppressed = self._rules.suppressed(self._ends), self._rules.suppressed(())
         self.tokens: list[int] = []
-        self.is_done = self._has_ended = False
+        self._has_ended = False
 
     @property
     def suppressed(self) -> SuppressedTokens:
@@ -73,28 +81,29 @@ class GreedySequence:
 class SampledSequence(GreedySequence):
     """One sampled row with its own random generator."""
 
+    is_greedy = False
+
     def __init__(self, backend: Backend, request: GenerationRequest, number: int):
         super().__init__(backend, request)
         self._sampling: SamplingParams = request.sampling
         self._generator = generators(request.seed, 1, number + 1)[number]
 
-    def sample(self, logits: np.ndarray) -> int:
-        """Sample the next token from (V,) logits, which are overwritten."""
+    def advanced(self, logits: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return from (1, V) logits, which are overwritten, the next token, and which row it continues."""
         if (suppressed := self.suppressed) is not None:
-            logits[np.atleast_1d(suppressed)] = -np.inf
+            logits[:, np.atleast_1d(suppressed)] = -np.inf
         history = [[self.start, *self.tokens]] if self._sampling.repetition_penalty != 1 else None
-        odds = probabilities(logits[None], None if history is None else np.array(history), self._sampling)
+        odds = probabilities(logits, None if history is None else np.array(history), self._sampling)
         self.append(int(draw(odds, self._generator.random())[0]))
-        return self.tokens[-1]
+        return self.tokens[-1], self.rows
 
 
-class BeamSequence:
+class BeamSequence(RunningSequence):
     """The K rows of a beam search."""
 
     def __init__(self, backend: Backend, request: GenerationRequest, continuations: BeamTopK | None = None):
-        self.rows, self._returned = request.num_beams, request.num_return_sequences
-        rules, self.start = _rules_and_start(backend, request)
-        self._ends = rules.eos_tokens(backend.eos_token_id)
+        super().__init__(backend, request)
+        self.count, self._returned = request.num_beams, request.num_return_sequences
         self._pad = backend.pad_token_id
         self._beams = BeamState(
             1,
@@ -102,22 +111,21 @@ class BeamSequence:
             vocab_size=backend.vocab_size,
             eos_token_id=backend.eos_token_id,
             max_new_tokens=request.max_new_tokens,
-            min_new_tokens=rules.min_new(request.min_new_tokens, longest=request.max_new_tokens),
+            min_new_tokens=self._rules.min_new(request.min_new_tokens, longest=request.max_new_tokens),
             length_penalty=request.length_penalty,
             early_stopping=request.early_stopping,
-            rules=rules,
+            rules=self._rules,
             topk=continuations,
         )
         self._answers: list[GenerationResult] = []
-        self.is_done = False
 
-    def advance(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def advanced(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return from (K, V) logits the next tokens, and which rows they continue."""
         move = self._beams.advance(logits[None])
         if move is None:
             self._finish()
-            return np.full(self.rows, self._pad), None
-        return move.tokens[0], None if move.rows is None else move.rows[0]
+            return np.full(self.count, self._pad), self.rows
+        return move.tokens[0], self.rows if move.rows is None else self.rows[move.rows[0]]
 
     def answers(self) -> list[GenerationResult]:
         """The finished sequences, best first; where the search found fewer, empty ones with score -inf."""
@@ -132,14 +140,13 @@ class BeamSequence:
         self.is_done = True
 
 
-Writer = GreedySequence | SampledSequence | BeamSequence
-
-
-def sequences_for(backend: Backend, request: GenerationRequest, continuations: BeamTopK | None = None) -> list[Writer]:
+def sequences_for(
+    backend: Backend, request: GenerationRequest, continuations: BeamTopK | None = None
+) -> list[RunningSequence]:
     """The sequences of a request, in the order of its results.
 
     >>> class Toy: vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 3, 0
-    >>> [sequence.rows for sequence in sequences_for(Toy(), GenerationRequest([5], num_beams=4))]
+    >>> [sequence.count for sequence in sequences_for(Toy(), GenerationRequest([5], num_beams=4))]
     [4]
     """
     if request.sampling is not None:
@@ -147,28 +154,6 @@ def sequences_for(backend: Backend, request: GenerationRequest, continuations: B
     if request.num_beams > 1:
         return [BeamSequence(backend, request, continuations)]
     return [GreedySequence(backend, request)]
-
-
-@dataclass(eq=False)
-class RunningSequence:
-    """A sequence in a batch, with its rows and error."""
-
-    writer: Writer
-    owner: Any
-    rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    error: BaseException | None = None
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether arg-max tokens are all that it needs."""
-        return type(self.writer) is GreedySequence  # and no SampledSequence
-
-    def advanced(self, logits: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Return from (K, V) logits the next tokens, and which rows they continue."""
-        if isinstance(self.writer, SampledSequence):
-            return self.writer.sample(logits[0]), self.rows
-        tokens, rows = self.writer.advance(logits)
-        return tokens, self.rows if rows is None else self.rows[rows]
 
 
 # Ended rows that stay cost each step less than moving and binding the others; newcomers take their places. After so
@@ -202,7 +187,7 @@ class RunningBatch:
 
     def add(self, source: Source, parts: Sequence[RunningSequence]) -> None:
         """Start sequences; the source has their rows in order."""
-        start = np.concatenate([np.full(part.writer.rows, part.writer.start) for part in parts])
+        start = np.concatenate([np.full(part.count, part.start) for part in parts])
         places = np.concatenate([self._ended, self._next.size + np.arange(start.size)])[: start.size]
         if self._state is None:
             self._state = self.backend.new_state(source)
@@ -256,13 +241,13 @@ class RunningBatch:
         waited, self._ended_steps = self._ended_steps, PATIENCE  # if the backend fails, the next step has fewer rows
         greedy = [part for part in self.parts if part.is_greedy]
         others = [part for part in self.parts if not part.is_greedy]
-        suppressed = {part.writer.suppressed for part in greedy}
+        suppressed = {part.suppressed for part in greedy}
         if self._next_tokens and not others and len(suppressed) == 1:
             best = self._next_tokens(self._state, self._next[:, None, None], suppressed=suppressed.pop())[:, 0]
         else:
             logits = self.backend.step(self._state, self._next[:, None, None])[:, 0, -1]
             for part in greedy:
-                if (tokens := part.writer.suppressed) is not None:
+                if (tokens := part.suppressed) is not None:
                     logits[part.rows, tokens] = -np.inf
             best = argmax_tokens(logits) if greedy else self._next
         self._ended_steps = waited
@@ -270,8 +255,8 @@ class RunningBatch:
 
         def append(part: RunningSequence) -> None:
             row = part.rows[0]
-            part.writer.append(chosen[row])
-            self._next[row] = part.writer.tokens[-1]  # perhaps another one was forced
+            part.append(chosen[row])
+            self._next[row] = part.tokens[-1]  # perhaps another one was forced
 
         each_alone(greedy, append)
         if others:
@@ -300,13 +285,13 @@ class RunningBatch:
         self._branch(self._state, order)
 
     def _finished(self) -> list[RunningSequence]:
-        return [part for part in self.parts if part.writer.is_done or part.error is not None]
+        return [part for part in self.parts if part.is_done or part.error is not None]
 
 
 def place_rows(parts: Sequence[RunningSequence], rows: np.ndarray) -> None:
     """Give sequences their rows, in order."""
     for part in parts:
-        part.rows, rows = rows[: part.writer.rows], rows[part.writer.rows :]
+        part.rows, rows = rows[: part.count], rows[part.count :]
 
 
 def each_alone(parts: Sequence[RunningSequence], write: Callable[[RunningSequence], None]) -> None:

@@ -26,7 +26,7 @@ from t5accel.precision.recipes import recipe_from_json
 from t5accel.serve.device_batch import DeviceRunningBatch
 from t5accel.serve.limits import EncoderLatency, KVCacheBytes, SchedulerLimits, needs_unbatched_encoding
 from t5accel.serve.request import GenerationRequest, RequestHandle, padded
-from t5accel.serve.running_batch import GreedySequence, RunningBatch, RunningSequence, Writer, sequences_for
+from t5accel.serve.running_batch import GreedySequence, RunningBatch, RunningSequence, sequences_for
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished requests by which the rate is measured
@@ -92,7 +92,7 @@ class Scheduler:
         self.is_open = True  # new requests are accepted
         self._ends_at = math.inf
         # Below: written by the engine's thread alone.
-        self._running: dict[RequestHandle, list[RunningSequence]] = {}
+        self._running: dict[RequestHandle, Sequence[RunningSequence]] = {}
         self._joins_from_s = -math.inf
         self._finished: deque[float] = deque(maxlen=RECENT)
         self._updates: dict[int, RequestHandle] = {}
@@ -156,6 +156,8 @@ class Scheduler:
                 self._submitted += 1
                 deadline = None if request.deadline_s is None else now + request.deadline_s
                 handles.append(RequestHandle(request, self._submitted, now, deadline, of_request))
+                for sequence in of_request:
+                    sequence.owner = handles[-1]
                 bisect.insort(self._queue, handles[-1], key=lambda handle: handle.place)
             self._changed.notify_all()
         return handles
@@ -165,7 +167,7 @@ class Scheduler:
         self._sequences(request)
         self._require_place(count, count * request.most_tokens)
 
-    def _sequences(self, request: GenerationRequest) -> list[Writer]:
+    def _sequences(self, request: GenerationRequest) -> list[RunningSequence]:
         ids = request.input_ids
         GenerationInputs.checked(self.backend, ids[None], np.ones_like(ids)[None], **request.bounds)
         self.limits.check(request, self._key_value_bytes)
@@ -329,14 +331,13 @@ class Scheduler:
         try:
             source = self._encode(handles)
             joined = self._clock()
-            parts = {handle: [RunningSequence(one, handle) for one in handle.sequences] for handle in handles}
-            self._batch.add(source, [part for of_one in parts.values() for part in of_one])
+            self._batch.add(source, [part for handle in handles for part in handle.sequences])
         except ENDS:
             raise
         except BaseException as error:  # the batch is unchanged
             return error
-        self._running.update(parts)
         for handle in handles:
+            self._running[handle] = handle.sequences
             handle.joined_s = joined
             self._observe("queue_s", joined - handle.submitted_s)
         return None
@@ -374,8 +375,8 @@ class Scheduler:
             if handle.first_token_s is None:
                 handle.first_token_s = now
                 self._observe("first_token_s", now - handle.submitted_s)
-            if handle.request.stream and isinstance(writer := parts[0].writer, GreedySequence):
-                handle.tokens.extend(writer.tokens[len(handle.tokens) :])
+            if handle.request.stream and isinstance(parts[0], GreedySequence):
+                handle.tokens.extend(parts[0].tokens[len(handle.tokens) :])
                 self._updates[handle.number] = handle
         self._batch.remove(ended)
         for handle in {part.owner: None for part in ended}:
@@ -384,8 +385,8 @@ class Scheduler:
             if error is not None:
                 self.failures += 1
                 self._fail(handle, engine_error(error))
-            elif all(part.writer.is_done for part in parts):
-                answers = [answer for part in parts for answer in part.writer.answers()]
+            elif all(part.is_done for part in parts):
+                answers = [answer for part in parts for answer in part.answers()]
                 del self._running[handle]
                 handle.finish(now, answers)
                 self._finished.append(now)
