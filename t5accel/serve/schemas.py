@@ -159,7 +159,6 @@ class Completion(_Common):
     top_p: float | None = Field(None, description="Without a temperature above 0 only 1.")
     n: int | None = Field(1, description="Answers per prompt. More than 1 need a temperature above 0.")
     best_of: int | None = Field(None, description="Only the value of n.")
-    stream: bool | None = Field(False, description="Server-sent events, without beams.")
     stream_options: StreamOptions | None = None
     frequency_penalty: float | None = Field(None, description="Only 0.")
     presence_penalty: float | None = Field(None, description="Only 0.")
@@ -352,7 +351,8 @@ def page(interface: dict[str, Any]) -> str:
     """An OpenAPI description as HTML without scripts and foreign hosts."""
     title, about = escape(interface["info"]["title"]), escape(interface["info"]["description"])
     parts = [f"<h1>{title}</h1><p>{about}</p>"]
-    for path, method, operation in [(path, *one) for path, all in interface["paths"].items() for one in all.items()]:
+    operations = [(path, *one) for path, methods in interface["paths"].items() for one in methods.items()]
+    for path, method, operation in operations:
         parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>")
         for what, holder in (("", operation.get("requestBody", {})), ("The response:", operation["responses"]["200"])):
             schema = holder.get("content", {}).get("application/json", {}).get("schema", {})
