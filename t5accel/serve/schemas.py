@@ -159,6 +159,7 @@ class Completion(_Common):
     top_p: float | None = Field(None, description="Without a temperature above 0 only 1.")
     n: int | None = Field(1, description="Answers per prompt. More than 1 need a temperature above 0.")
     best_of: int | None = Field(None, description="Only the value of n.")
+    stream: bool | None = Field(False, description="Server-sent events, without beams.")
     stream_options: StreamOptions | None = None
     frequency_penalty: float | None = Field(None, description="Only 0.")
     presence_penalty: float | None = Field(None, description="Only 0.")
