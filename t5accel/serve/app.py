@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,11 +22,11 @@ from t5accel.decoding.backend import Backend
 from t5accel.errors import EngineError, T5AccelError
 from t5accel.serve import schemas
 from t5accel.serve.middleware import HTTPError, RequestLimits, ValidationError, error_response
-from t5accel.serve.monitoring import log
+from t5accel.serve.monitoring import TEXT_FORMAT, log
 from t5accel.serve.request import RequestHandle
 from t5accel.serve.scheduler import ENDS
 from t5accel.serve.schemas import Completion, Generate
-from t5accel.serve.service import Service, TextService, disconnected
+from t5accel.serve.service import Service, TextService, unless_disconnected
 from t5accel.serve.settings import Settings
 
 VERSION = getattr(sys.modules["t5accel"], "__version__", "unknown")  # not imported: the package stands above
@@ -62,15 +63,7 @@ def _refusal(error: BaseException, *, openai: bool = False) -> Response:
 
 async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool], str], request: Request) -> Response:
     """Server-sent events; a failure before the first has its own status, and a client may leave before it."""
-    begun, gone = (asyncio.ensure_future(one) for one in (anext(pieces), disconnected(request.receive)))
-    try:
-        await asyncio.wait([begun, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not begun.done():
-            raise ConnectionResetError
-        first = begun.result()
-    finally:
-        begun.cancel()  # which ends the pieces, and so cancels the handles
-        gone.cancel()
+    first = await unless_disconnected(anext(pieces), request.receive)  # else the pieces end, which cancels the handles
 
     async def body() -> AsyncIterator[str]:
         try:
@@ -150,35 +143,28 @@ def add_get_routes(app: FastAPI) -> None:
     scheduler, settings, name = service.scheduler, service.settings, service.settings.public_name
     model = {"id": name, "object": "model", "created": service.started_s, "owned_by": "t5accel"}
 
-    def get(
-        *paths: str, shape: type[BaseModel] | None, errors: tuple[int, ...] = (), **more: Any
-    ) -> Callable[..., Any]:
-        def add(answer: Callable[..., Any]) -> None:
-            for path in paths:
-                responses = schemas.openapi_responses(shape, *errors, **more)
-                app.get(path, response_model=None, responses=responses)(answer)
+    get, responses = partial(app.get, response_model=None), schemas.openapi_responses
 
-        return add
-
-    @get("/v1/models", shape=schemas.ModelList)
+    @get("/v1/models", responses=responses(schemas.ModelList))
     async def models() -> Any:
         """List the model that is served."""
         return {"object": "list", "data": [model]}
 
-    @get("/v1/models/{name:path}", shape=schemas.ModelCard, errors=(404, 422))
+    @get("/v1/models/{name:path}", responses=responses(schemas.ModelCard, 404, 422))
     async def one_model(name: str) -> Any:
         """Describe the model of this name."""
         if name == model["id"]:
             return model
         return error_response(HTTPError(404, "There is no such model.", code="model_not_found"))
 
-    @get("/health/live", shape=schemas.Alive, is_open=True)
+    @get("/health/live", responses=responses(schemas.Alive, is_open=True))
     async def live() -> Response:
         """Whether the engine works; 503: restart the server."""
         alive = scheduler.is_alive and scheduler.busy_s() < settings.unhealthy_after_s
         return JSONResponse({"alive": alive}, 200 if alive else 503)
 
-    @get("/health/ready", "/health", shape=schemas.Ready, is_open=True)
+    @get("/health", responses=responses(schemas.Ready, is_open=True))
+    @get("/health/ready", responses=responses(schemas.Ready, is_open=True))
     async def ready() -> Response:
         """Whether to send requests here, and the load; 503: not now."""
         is_ready = scheduler.is_open and scheduler.is_alive
@@ -191,12 +177,12 @@ def add_get_routes(app: FastAPI) -> None:
         }
         return JSONResponse(load, 200 if is_ready else 503)
 
-    @get("/", shape=schemas.About)
+    @get("/", responses=responses(schemas.About))
     async def about() -> Any:
         """What this server is, and its routes."""
         return {"name": "t5accel", "version": VERSION, "model": name, "routes": routes()}
 
-    @app.get("/docs", response_model=None, include_in_schema=False)
+    @get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return HTMLResponse(schemas.page(app.openapi()), headers={"Content-Security-Policy": CLOSED})
 
@@ -206,10 +192,10 @@ def add_get_routes(app: FastAPI) -> None:
         found.headers = dict(error.headers or {})
         return error_response(found)
 
-    @app.get("/metrics", response_class=Response, responses=schemas.openapi_responses(None))
+    @get("/metrics", response_class=Response, responses=responses(None))
     async def metrics() -> Response:
         """The counters, for Prometheus."""
-        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(service.metrics.text(), media_type=TEXT_FORMAT)
 
     def routes() -> list[str]:
         paths = app.openapi()["paths"].items()

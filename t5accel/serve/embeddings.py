@@ -17,14 +17,14 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
 from t5accel.encoder import AcceleratedEncoder
-from t5accel.errors import DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
+from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.serve.app import add_get_routes, empty_app, post, require_model
-from t5accel.serve.batch.generate import padded
-from t5accel.serve.middleware import HTTPError
+from t5accel.serve.limits import require_place
 from t5accel.serve.monitoring import log
-from t5accel.serve.scheduler import LONGEST_RETRY_S
+from t5accel.serve.request import padded
+from t5accel.serve.scheduler import engine_error
 from t5accel.serve.schemas import Asked, unsupported
-from t5accel.serve.service import CHARACTERS, TextService, disconnected
+from t5accel.serve.service import TextService, too_long, unless_disconnected
 from t5accel.serve.settings import Settings
 from t5accel.tokenization import tokenize
 
@@ -99,29 +99,24 @@ class EmbeddingService(TextService):
     rows = running = property(lambda self: len(self._batch))
 
     def busy_s(self) -> float:
-        """Seconds since the batch began; 0 between batches."""
         return time.monotonic() - self._began_s if self.running else 0.0
 
     def drain(self, grace_s: float) -> None:
-        """Accept no more requests; fail unfinished ones after ``grace_s`` seconds."""
         self.is_open = False
         if self.loop:
             self.loop.call_soon_threadsafe(self.loop.call_later, grace_s, self._fail_all)
 
     def close(self) -> None:
-        """Fail all requests, and wait for the engine's thread to end."""
         self.drain(0)
         self._engine.shutdown()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def embed(self, asked: Embeddings, request: Request) -> tuple[list[np.ndarray], int]:
         """The embeddings (d_model,) of the texts, and the number of their tokens."""
-        texts = self.texts_with(self.settings.prefix, asked.input, "input")
-        most, longest = CHARACTERS * self._most, max(map(len, texts))
-        if longest > most:
-            raise _too_long(f"A text has {longest} characters, and {most} are allowed")
+        texts = self.texts_with(self.settings.prefix, asked.input, "input", self._most)
         self._require_place(len(texts))
-        sources = [await self.in_worker(self._tokens, text, size=longest * len(texts)) for text in texts]
+        size = max(map(len, texts)) * len(texts)
+        sources = [await self.in_worker(self._tokens, text, size=size) for text in texts]
         self._require_place(len(texts))
         if self.settings.log_texts:
             log.info("texts: %s", json.dumps(texts, ensure_ascii=False))
@@ -129,20 +124,18 @@ class EmbeddingService(TextService):
         self._queue |= futures
         if self._work is None or self._work.done():
             self._work = self.loop.create_task(self._serve())
-        started, done = time.monotonic(), asyncio.gather(*futures)
-        done.add_done_callback(lambda one: one.cancelled() or one.exception())  # nobody may wait for it any more
-        gone = self.loop.create_task(disconnected(request.receive))
+        started = time.monotonic()
+
+        async def all_done() -> list[np.ndarray]:
+            return await asyncio.gather(*futures)
+
         deadline_s = self.settings.deadline_s if asked.deadline_s is None else asked.deadline_s
         try:
-            await asyncio.wait([done, gone], timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                raise ConnectionResetError if gone.done() else DeadlineError(f"Not done within its {deadline_s:g} s.")
-            vectors = done.result()
+            vectors = await unless_disconnected(all_done(), request.receive, deadline_s)
         except Exception as error:
             self.metrics.observe(type(error).__name__, 1)
             raise
         finally:
-            gone.cancel()
             for future in futures:  # after a failure or a disconnect the others are not computed
                 future.cancel()
                 self._queue.pop(future, None)
@@ -151,19 +144,14 @@ class EmbeddingService(TextService):
         return vectors, sum(map(len, sources))
 
     def _require_place(self, texts: int) -> None:
-        most = self.settings.max_queue
         if not self.is_open:
             raise ShuttingDownError("The server is shutting down and takes no more requests.")
-        if texts > most:
-            raise InputError(f"The request counts as {texts} texts, and {most} may wait. Send it in parts.")
-        if self.waiting + texts > most:
-            retry = min(max(1, math.ceil(self.waiting / self._texts_per_s)), LONGEST_RETRY_S)
-            raise QueueFullError(f"{self.waiting} texts are waiting and {most} may: try again in {retry} s.", retry)
+        require_place("texts", self.waiting, texts, self.settings.max_queue, self.waiting / self._texts_per_s)
 
     def _tokens(self, text: str) -> np.ndarray:
         ids, mask = tokenize(self.tokenizer, [text])
         if (length := int(mask.sum())) > self._most:
-            raise _too_long(f"A text has {length} tokens, and {self._most} are allowed")
+            raise too_long(f"A text has {length} tokens, and {self._most} are allowed", "input")
         ids, mask = self.encoder.checked(ids, mask)
         return ids[mask == 1]
 
@@ -198,9 +186,7 @@ class EmbeddingService(TextService):
             self.failures += 1
             if len(sources) > 1:  # perhaps one of them is to blame
                 return [one for source in sources for one in self._compute([source])]
-            found = EngineError(f"The engine failed: {type(error).__name__}.")
-            found.__cause__ = error  # its message may quote the request's text
-            return [found]
+            return [engine_error(error)]
         self.encoded += len(sources)
         self.metrics.observe("tokens", sum(map(len, sources)))
         endless = EngineError("The embedding is not finite: serve the model in fp32 or bf16.")
@@ -210,10 +196,6 @@ class EmbeddingService(TextService):
         for future in [*self._queue, *self._batch]:
             if not future.done():
                 future.set_exception(ShuttingDownError("The server was shut down before this request was done."))
-
-
-def _too_long(what: str) -> HTTPError:
-    return HTTPError(413, f"{what}: shorten or split it.", param="input", code="context_length_exceeded")
 
 
 def make_app(encoder: AcceleratedEncoder, settings: Settings) -> FastAPI:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from t5accel.errors import InputError, QueueFullError
 from t5accel.precision.recipes import Recipe
 from t5accel.serve.request import GenerationRequest
 
+LONGEST_RETRY_S = 120
 COLUMNS = 64  # sources and buffers are laid out in multiples of it
 RAGGED = 1.5  # columns that a batch may have for each of its longest history, before they are moved together
 
@@ -68,23 +69,26 @@ class SchedulerLimits:
                     f"({request.rows} rows, {ids} source tokens, {new} new tokens)."
                 )
 
-    def require_place(
-        self, waiting: Sequence[GenerationRequest], requests: int, tokens: int, retry_s: Callable[[], int]
-    ) -> None:
-        """Raise ``QueueFullError``, or ``InputError`` for more than an empty queue takes."""
+    def require_place(self, waiting: Sequence[GenerationRequest], requests: int, tokens: int, wait_s: float) -> None:
+        """As `require_place`, for requests and their tokens."""
         most_tokens = self.queued_tokens
         if most_tokens is None:
             most_tokens = max(self.queue, self.rows) * (self.source_tokens + self.new_tokens)
         queued = sum(request.most_tokens for request in waiting)
-        for what, now, more, most in (
-            ("requests", len(waiting), requests, self.queue),
-            ("tokens", queued, tokens, most_tokens),
-        ):
-            if more > most:
-                raise InputError(f"The request counts as {more} {what}, and {most} may wait. Send it in parts.")
-            if now + more > most:
-                retry = retry_s()
-                raise QueueFullError(f"{now} {what} are waiting and {most} may: try again in {retry} s.", retry)
+        require_place("requests", len(waiting), requests, self.queue, wait_s)
+        require_place("tokens", queued, tokens, most_tokens, wait_s)
+
+
+def require_place(what: str, waiting: int, more: int, most: int, wait_s: float) -> None:
+    """Raise ``QueueFullError``, or ``InputError`` for more than an empty queue takes.
+
+    ``wait_s`` is the estimate of the seconds until there is a place.
+    """
+    if more > most:
+        raise InputError(f"The request counts as {more} {what}, and {most} may wait. Send it in parts.")
+    if waiting + more > most:
+        retry = min(max(1, math.ceil(wait_s)), LONGEST_RETRY_S)
+        raise QueueFullError(f"{waiting} {what} are waiting and {most} may: try again in {retry} s.", retry)
 
 
 class KVCacheBytes:
@@ -124,7 +128,6 @@ class EncoderLatency:
         return self._per_token.get(length_bucket(length), math.inf) * length
 
     def learn(self, length: int, sources: int, seconds: float) -> None:
-        """Record the time of one encoder call."""
         new, key = seconds / (length * sources), length_bucket(length)
         old = self._per_token.get(key, new)
         self._per_token[key] = old + (new - old) * (0.5 if new > old else 0.1)  # a stall is worse than a pause

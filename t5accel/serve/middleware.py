@@ -105,7 +105,7 @@ class RequestLimits:
                 response.headers["Connection"] = "close"  # the rest of the body would be read as the next request
                 await response(scope, receive, sent)
             else:
-                await self.app(scope, _replayed(body, receive), sent)
+                await self.app(scope, replayed(body, receive), sent)
         except ConnectionError:
             pass  # the client has gone
         finally:
@@ -151,7 +151,8 @@ class RequestLimits:
         return bytes(body)
 
 
-def _replayed(body: bytes, receive: Any) -> Any:
+def replayed(body: bytes, receive: Any) -> Any:
+    """Another ``receive``, whose first message is a whole body."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Any:

@@ -16,6 +16,7 @@ from t5accel.serve.scheduler import Scheduler
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
 Form = Literal["text", "json"]
+TEXT_FORMAT = "text/plain; version=0.0.4"  # of `Metrics.text`
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 log = logging.getLogger("t5accel.serve")
 open_log = logging.getLogger("t5accel.serve.open")  # refusals, and requests without a key: few lines a second
@@ -51,8 +52,6 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             content["exception"] = self.formatException(record.exc_info)
-        if record.stack_info:
-            content["stack"] = self.formatStack(record.stack_info)
         return json.dumps(content, ensure_ascii=False)
 
 
@@ -107,7 +106,6 @@ class Metrics:
         self._responses = Counter("t5accel_responses", "By route and status", ["route", "status"], registry=registry)
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Add gauges that read the scheduler's load."""
         for attribute, words in GAUGES.items():
             gauge = Gauge(*words, registry=self._registry)
             gauge.set_function(lambda attribute=attribute: getattr(scheduler, attribute))
@@ -122,9 +120,7 @@ class Metrics:
             self._failed.labels(name).inc(value)
 
     def responded(self, route: str, status: int) -> None:
-        """Count a response."""
         self._responses.labels(route, str(status)).inc()
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' format."""
         return generate_latest(self._registry)

@@ -86,11 +86,9 @@ class Heartbeat:
         self._beats = 0
 
     def beat(self) -> None:
-        """Count one."""
         self._beats += 1
 
     def beats(self) -> int:
-        """The count."""
         return self._beats
 
 
@@ -143,7 +141,7 @@ def on_ray(
     if not pending:
         return
     threads = job.model.threads or 1
-    job = replace(job, model=replace(job.model.absolute(), threads=threads), output=job.output.absolute())
+    job = replace(job, model=replace(job.model.absolute(), threads=threads))
     shards = [replace(shard, source=replace(shard.source, path=shard.source.path.absolute())) for shard in pending]
     with connected(address) as ray:
         from ray import data

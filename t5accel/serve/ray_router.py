@@ -9,17 +9,18 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from fastapi.responses import JSONResponse, PlainTextResponse
+
 from t5accel.errors import ClusterError, DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serve.batch.job import Model
-from t5accel.serve.middleware import HEALTH, HTTPError, RequestLimits, error_response
-from t5accel.serve.monitoring import Metrics, configure, log
+from t5accel.serve.middleware import HEALTH, HTTPError, RequestLimits, error_response, replayed
+from t5accel.serve.monitoring import TEXT_FORMAT, Metrics, configure, log
 from t5accel.serve.ray_batch import connected, workers_for
 from t5accel.serve.server import bound, checked, create_app, run_server
-from t5accel.serve.service import disconnected
+from t5accel.serve.service import unless_disconnected
 from t5accel.serve.settings import Settings
 
 Message = dict[str, Any]
@@ -53,17 +54,15 @@ class Replica:
         yield TAKEN
         self._service.loop = asyncio.get_running_loop()
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        given, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
+        gone = asyncio.Event()
 
-        async def receive() -> Message:
-            if given:
-                return given.pop()
+        async def disconnect() -> Message:
             await gone.wait()
             return {"type": "http.disconnect"}
 
         scope = {"type": "http", "asgi": {"version": "3.0"}, "scheme": "http", "query_string": b"", "root_path": ""}
         scope |= {"client": None, "server": None, **request}
-        work = asyncio.ensure_future(self._app(scope, receive, messages.put))
+        work = asyncio.ensure_future(self._app(scope, replayed(body, disconnect), messages.put))
         work.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             while (message := await messages.get()) is not None:
@@ -119,9 +118,9 @@ class Router:
         if scope["path"] in ROUTES:
             scope["route"] = SimpleNamespace(path=scope["path"])
         if scope["path"] == "/health/live":
-            await _say(send, 200, b'{"alive":true}')
+            await JSONResponse({"alive": True})(scope, receive, send)
         elif scope["path"] == "/metrics":
-            await _say(send, 200, self.metrics.text(), b"text/plain; version=0.0.4")
+            await PlainTextResponse(self.metrics.text(), media_type=TEXT_FORMAT)(scope, receive, send)
         elif not self._is_open:
             error = ShuttingDownError("The server is shutting down and takes no more requests.")
             await error_response(error)(scope, receive, send)
@@ -133,19 +132,11 @@ class Router:
                 self.running -= 1
 
     async def _answer(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
-        work = asyncio.ensure_future(self._try_replicas(scope, body, receive, send))
-        gone = asyncio.ensure_future(disconnected(receive))
         limit = READY_S if scope["path"] in ("/health", "/health/ready") else None
-        await asyncio.wait({work, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if not work.done():
-            work.cancel()
-            with suppress(asyncio.CancelledError):
-                await work
-            if limit:
-                await _say(send, 503, b'{"ready":false}')
-        else:
-            await work
+        try:
+            await unless_disconnected(self._try_replicas(scope, body, receive, send), receive, limit)
+        except DeadlineError:
+            await JSONResponse({"ready": False}, 503)(scope, receive, send)
 
     async def _try_replicas(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
         request, began, ended = {name: scope[name] for name in TRAVELS if name in scope}, None, False
@@ -192,11 +183,6 @@ class Router:
 def _lost() -> HTTPError:
     message = "The replica that was at this request was lost: send it again."
     return HTTPError(503, message, code="replica_lost", Retry_After="1")
-
-
-async def _say(send: Any, status: int, body: bytes, kind: bytes = b"application/json") -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _asking(handle: Any, ray: Any) -> Ask:

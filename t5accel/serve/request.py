@@ -15,6 +15,7 @@ from t5accel.decoding.sampling import SamplingParams
 from t5accel.errors import CancelledError, DeadlineError, InputError
 
 MOST_PRIORITY = 1_000_000
+HEAD_START_S = 10.0  # of the highest priority: bounded, so that no request starves
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,7 @@ class GenerationRequest:
         if self.deadline_s is not None and not (is_number(self.deadline_s) and 0 < self.deadline_s < 1e9):
             raise InputError(f"deadline_s must be seconds above 0, or None, got {self.deadline_s!r}.")
         if self.sampling is not None and not isinstance(self.sampling, SamplingParams):
-            raise InputError(
-                f"sampling must be a SamplingParams, or None for greedy search, got {self.sampling!r:.80}."
-            )
+            raise InputError(f"sampling must be SamplingParams, or None for greedy search, got {self.sampling!r:.80}.")
         if self.sampling is not None and self.num_beams > 1:
             raise InputError(f"num_beams must be 1 with sampling, got {self.num_beams}. Leave one of them out.")
         if self.sampling is None and self.num_return_sequences > self.num_beams:
@@ -76,13 +75,17 @@ class GenerationRequest:
 
     @property
     def rows(self) -> int:
-        """Rows in the batch."""
         return self.num_return_sequences if self.sampling is not None else self.num_beams
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Source tokens, and the most new ones."""
+        return len(self.input_ids), self.max_new_tokens
 
     @property
     def most_tokens(self) -> int:
         """Upper bound of the work: source and new tokens, times rows."""
-        return self.rows * (len(self.input_ids) + self.max_new_tokens)
+        return self.rows * sum(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,13 @@ class RequestHandle:
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
+    def place(self) -> tuple[float, int]:
+        """The key that sorts the queue: the older first, after head starts."""
+        priority = self.request.priority
+        return self.submitted_s - HEAD_START_S * priority / (1 + abs(priority)), self.number
+
+    @property
     def is_done(self) -> bool:
-        """Whether there are results or an error."""
         return self._done.is_set()
 
     def cancel(self) -> None:
@@ -142,6 +150,7 @@ class RequestHandle:
     def finish(self, now: float, answers: list[GenerationResult] | None = None, error: Exception | None = None) -> None:
         """Set the results or the error; called by the scheduler."""
         self.answers, self.error, self.done_s = answers or [], error, now
+        self.sequences = ()  # whose owner this is: no circle keeps their memory
         self._done.set()
 
     def cancellation_error(self, now: float) -> Exception | None:
@@ -151,3 +160,12 @@ class RequestHandle:
         if self.deadline_s is not None and now >= self.deadline_s:
             return DeadlineError(f"Request {self.number} was not done within its {self.request.deadline_s:g} s.")
         return None
+
+
+def padded(sources: Sequence[np.ndarray], pad_token_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """``input_ids`` and ``attention_mask``, both (B, S) int64, of B sources without padding."""
+    lengths = np.array([*map(len, sources)])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.full(mask.shape, pad_token_id, dtype=np.int64)
+    ids[mask] = np.concatenate(sources)
+    return ids, mask.astype(np.int64)

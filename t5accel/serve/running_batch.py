@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,27 +14,36 @@ from t5accel.decoding.backend import Backend, Source, SuppressedTokens
 from t5accel.decoding.beam import BeamState, BeamTopK
 from t5accel.decoding.greedy_search import argmax_tokens
 from t5accel.decoding.sampling import SamplingParams, draw, generators, probabilities
-from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
+from t5accel.decoding.token_constraints import NO_CONSTRAINTS, truncate_at_eos
 from t5accel.serve.request import GenerationRequest, GenerationResult
 
 # A sequence turns the logits of its own rows into their next tokens. The results are those of `decoding`: of `greedy`,
 # `sample` and `beam_search` for the request's source alone.
 
 
-def _rules_and_start(backend: Backend, request: GenerationRequest) -> tuple[TokenConstraints, int]:
-    """The constraints and the decoder start token; the request's own values win."""
-    start = backend.decoder_start_token_id if request.decoder_start_token_id is None else request.decoder_start_token_id
-    return getattr(backend, "rules", NO_CONSTRAINTS).with_bos(request.forced_bos_token_id), start
+class RunningSequence:
+    """What a batch knows of every sequence; a base class."""
 
-
-class GreedySequence:
-    """One row of greedy search, whose arg-max the batch computes."""
-
-    rows = 1
+    count = 1  # of its rows
+    rows = np.empty(0, dtype=np.int64)  # in the batch
+    is_greedy = is_done = False  # greedy: arg-max tokens are all that it needs
+    owner: Any = None
+    error: BaseException | None = None
 
     def __init__(self, backend: Backend, request: GenerationRequest):
-        self._rules, self.start = _rules_and_start(backend, request)
+        own = request.decoder_start_token_id
+        self.start = backend.decoder_start_token_id if own is None else own
+        self._rules = getattr(backend, "rules", NO_CONSTRAINTS).with_bos(request.forced_bos_token_id)
         self._ends = self._rules.eos_tokens(backend.eos_token_id)
+
+
+class GreedySequence(RunningSequence):
+    """One row of greedy search, whose arg-max the batch computes."""
+
+    is_greedy = True
+
+    def __init__(self, backend: Backend, request: GenerationRequest):
+        super().__init__(backend, request)
         self._longest = request.max_new_tokens
         self.shortest = self._rules.min_new(request.min_new_tokens, longest=self._longest)  # no end token before
         self._criterion = request.stopping_criterion
@@ -43,36 +51,20 @@ class GreedySequence:
         self._forces = forced != (None, None)
         self._suppressed = self._rules.suppressed(self._ends), self._rules.suppressed(())
         self.tokens: list[int] = []
-        self.is_done = self._has_ended = False
+        self._has_ended = False
 
     @property
     def suppressed(self) -> SuppressedTokens:
-        """Suppressed next tokens."""
+        """What may not be the next token."""
         return self._suppressed[len(self.tokens) >= self.shortest]
 
     @property
     def missing(self) -> int:
-        """Tokens up to the maximum."""
         return self._longest - len(self.tokens)
 
     @property
     def forced(self) -> int | None:
-        """The next token, if it is forced."""
         return self._rules.forced_token(len(self.tokens), longest=self._longest) if self._forces else None
-
-    def append_all(self, tokens: list[int]) -> None:
-        """Append tokens up to the first that ends the sequence."""
-        if self._forces or self._criterion:
-            for token in tokens:
-                self.append(token)
-                if self.is_done:
-                    break
-            return
-        room = self.missing
-        end = next((count for count, token in enumerate(tokens[:room], 1) if token in self._ends), 0)
-        self.tokens += tokens[: end or room]
-        self._has_ended = end > 0
-        self.is_done = self._has_ended or len(self.tokens) == self._longest
 
     def append(self, token: int) -> None:
         """Append a token, or the forced one in its place."""
@@ -83,35 +75,35 @@ class GreedySequence:
         self.is_done = self._has_ended or len(self.tokens) == self._longest
 
     def answers(self) -> list[GenerationResult]:
-        """The finished sequence."""
         return [GenerationResult(self.tokens, self._has_ended)]
 
 
 class SampledSequence(GreedySequence):
     """One sampled row with its own random generator."""
 
+    is_greedy = False
+
     def __init__(self, backend: Backend, request: GenerationRequest, number: int):
         super().__init__(backend, request)
         self._sampling: SamplingParams = request.sampling
         self._generator = generators(request.seed, 1, number + 1)[number]
 
-    def sample(self, logits: np.ndarray) -> int:
-        """Sample the next token from (V,) logits, which are overwritten."""
+    def advanced(self, logits: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return from (1, V) logits, which are overwritten, the next token, and which row it continues."""
         if (suppressed := self.suppressed) is not None:
-            logits[np.atleast_1d(suppressed)] = -np.inf
+            logits[:, np.atleast_1d(suppressed)] = -np.inf
         history = [[self.start, *self.tokens]] if self._sampling.repetition_penalty != 1 else None
-        odds = probabilities(logits[None], None if history is None else np.array(history), self._sampling)
+        odds = probabilities(logits, None if history is None else np.array(history), self._sampling)
         self.append(int(draw(odds, self._generator.random())[0]))
-        return self.tokens[-1]
+        return self.tokens[-1], self.rows
 
 
-class BeamSequence:
+class BeamSequence(RunningSequence):
     """The K rows of a beam search."""
 
     def __init__(self, backend: Backend, request: GenerationRequest, continuations: BeamTopK | None = None):
-        self.rows, self._returned = request.num_beams, request.num_return_sequences
-        rules, self.start = _rules_and_start(backend, request)
-        self._ends = rules.eos_tokens(backend.eos_token_id)
+        super().__init__(backend, request)
+        self.count, self._returned = request.num_beams, request.num_return_sequences
         self._pad = backend.pad_token_id
         self._beams = BeamState(
             1,
@@ -119,72 +111,49 @@ class BeamSequence:
             vocab_size=backend.vocab_size,
             eos_token_id=backend.eos_token_id,
             max_new_tokens=request.max_new_tokens,
-            min_new_tokens=rules.min_new(request.min_new_tokens, longest=request.max_new_tokens),
+            min_new_tokens=self._rules.min_new(request.min_new_tokens, longest=request.max_new_tokens),
             length_penalty=request.length_penalty,
             early_stopping=request.early_stopping,
-            rules=rules,
+            rules=self._rules,
             topk=continuations,
         )
         self._answers: list[GenerationResult] = []
-        self.is_done = False
 
-    def advance(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def advanced(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return from (K, V) logits the next tokens, and which rows they continue."""
         move = self._beams.advance(logits[None])
         if move is None:
-            self._answers = self._best()  # here, where an error is this request's alone
-            self.is_done = True
-            return np.full(self.rows, self._pad), None
-        return move.tokens[0], None if move.rows is None else move.rows[0]
+            self._finish()
+            return np.full(self.count, self._pad), self.rows
+        return move.tokens[0], self.rows if move.rows is None else self.rows[move.rows[0]]
 
     def answers(self) -> list[GenerationResult]:
         """The finished sequences, best first; where the search found fewer, empty ones with score -inf."""
         return self._answers
 
-    def _best(self) -> list[GenerationResult]:
-        sequences, scores = self._beams.best(self._returned, pad_token_id=self._pad)
-        found = []
+    def _finish(self) -> None:
+        sequences, scores = self._beams.best(self._returned, pad_token_id=self._pad)  # an error is this request's alone
         for row, score in zip(sequences.tolist(), scores.tolist(), strict=True):
             # A sequence without an end token has the full length, so none ends in padding.
             tokens = truncate_at_eos(row, self._ends) if np.isfinite(score) else []
-            found.append(GenerationResult(tokens, bool(tokens) and tokens[-1] in self._ends, score))
-        return found
+            self._answers.append(GenerationResult(tokens, bool(tokens) and tokens[-1] in self._ends, score))
+        self.is_done = True
 
 
-Writer = GreedySequence | SampledSequence | BeamSequence
-
-
-def sequences_for(backend: Backend, request: GenerationRequest, continuations: BeamTopK | None = None) -> list[Writer]:
+def sequences_for(
+    backend: Backend, request: GenerationRequest, continuations: BeamTopK | None = None
+) -> list[RunningSequence]:
     """The sequences of a request, in the order of its results.
 
     >>> class Toy: vocab_size, pad_token_id, eos_token_id, decoder_start_token_id = 9, 0, 3, 0
-    >>> [sequence.rows for sequence in sequences_for(Toy(), GenerationRequest([5], num_beams=4))]
+    >>> [sequence.count for sequence in sequences_for(Toy(), GenerationRequest([5], num_beams=4))]
     [4]
     """
     if request.sampling is not None:
         return [SampledSequence(backend, request, number) for number in range(request.num_return_sequences)]
-    return (
-        [GreedySequence(backend, request)]
-        if request.num_beams == 1
-        else [BeamSequence(backend, request, continuations)]
-    )
-
-
-@dataclass(eq=False)
-class RunningSequence:
-    """A sequence in a batch, with its rows and error."""
-
-    writer: Writer
-    owner: Any
-    rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    error: BaseException | None = None
-
-    def advanced(self, logits: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Return from (K, V) logits the next tokens, and which rows they continue."""
-        if isinstance(self.writer, SampledSequence):
-            return self.writer.sample(logits[0]), self.rows
-        tokens, rows = self.writer.advance(logits)
-        return tokens, self.rows if rows is None else self.rows[rows]
+    if request.num_beams > 1:
+        return [BeamSequence(backend, request, continuations)]
+    return [GreedySequence(backend, request)]
 
 
 # Ended rows that stay cost each step less than moving and binding the others; newcomers take their places. After so
@@ -198,9 +167,8 @@ class RunningBatch:
     call_tokens = 16  # an encoder call takes as long as so many more tokens of another one
 
     def __init__(self, backend: Backend):
-        self.backend = backend
+        self.encoder = self.backend = backend
         self.joins_running = hasattr(backend, "add_sources")
-        self.encoder = backend
         self.parts: list[RunningSequence] = []
         self.steps, self.tokens = 1, 0  # of the last `step`; tokens of all rows
         self._state: Any = None
@@ -219,7 +187,7 @@ class RunningBatch:
 
     def add(self, source: Source, parts: Sequence[RunningSequence]) -> None:
         """Start sequences; the source has their rows in order."""
-        start = np.concatenate([np.full(part.writer.rows, part.writer.start) for part in parts])
+        start = np.concatenate([np.full(part.count, part.start) for part in parts])
         places = np.concatenate([self._ended, self._next.size + np.arange(start.size)])[: start.size]
         if self._state is None:
             self._state = self.backend.new_state(source)
@@ -230,12 +198,10 @@ class RunningBatch:
         self._ended = self._ended[start.size :]
         self._next = np.concatenate([self._next, start])[: max(self._next.size, 1 + int(places.max()))]
         self._next[places] = start
-        for part in parts:
-            part.rows, places = places[: part.writer.rows], places[part.writer.rows :]
+        place_rows(parts, places)
         self.parts += parts
 
     def remove(self, parts: Sequence[RunningSequence]) -> None:
-        """Remove sequences, done or not."""
         if not parts:
             return
         self.parts = [part for part in self.parts if part not in parts]
@@ -260,7 +226,6 @@ class RunningBatch:
             part.rows = place[part.rows]
 
     def clear(self) -> None:
-        """Remove all sequences and the state."""
         self.parts, self._state, self._next = [], None, self._next[:0]
         self._ended, self._ended_steps = self._ended[:0], 0
 
@@ -274,38 +239,67 @@ class RunningBatch:
             self._drop_ended()
         self.tokens = self.rows
         waited, self._ended_steps = self._ended_steps, PATIENCE  # if the backend fails, the next step has fewer rows
-        greedy = [part for part in self.parts if type(part.writer) is GreedySequence]
-        suppressed = {part.writer.suppressed for part in greedy}
-        if self._next_tokens and len(greedy) == len(self.parts) and len(suppressed) == 1:
+        greedy = [part for part in self.parts if part.is_greedy]
+        others = [part for part in self.parts if not part.is_greedy]
+        suppressed = {part.suppressed for part in greedy}
+        if self._next_tokens and not others and len(suppressed) == 1:
             best = self._next_tokens(self._state, self._next[:, None, None], suppressed=suppressed.pop())[:, 0]
         else:
             logits = self.backend.step(self._state, self._next[:, None, None])[:, 0, -1]
             for part in greedy:
-                if (tokens := part.writer.suppressed) is not None:
+                if (tokens := part.suppressed) is not None:
                     logits[part.rows, tokens] = -np.inf
             best = argmax_tokens(logits) if greedy else self._next
         self._ended_steps = waited
-        chosen, following, order = best.tolist(), np.array(best), np.arange(self._next.size)
-        for part in self.parts:
-            try:
-                if type(part.writer) is GreedySequence:
-                    row = part.rows[0]
-                    part.writer.append(chosen[row])
-                    if part.writer.tokens[-1] != chosen[row]:  # another one was forced
-                        following[row] = part.writer.tokens[-1]
-                else:
-                    following[part.rows], order[part.rows] = part.advanced(logits[part.rows])
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:  # of a stopping criterion; a panic of a Rust library is no Exception
-                part.error = error
-        moved = order != np.arange(order.size)
+        chosen, self._next = best.tolist(), np.array(best)
+
+        def append(part: RunningSequence) -> None:
+            row = part.rows[0]
+            part.append(chosen[row])
+            self._next[row] = part.tokens[-1]  # perhaps another one was forced
+
+        each_alone(greedy, append)
+        if others:
+            self._advance(others, logits[np.concatenate([part.rows for part in others])], self._next)
+        return self._finished()
+
+    def _advance(self, parts: Sequence[RunningSequence], logits: np.ndarray, following: np.ndarray) -> None:
+        """Give samples and beams their rows of ``logits``, in order; ``following`` gets what they read next."""
+        order = np.arange(following.size)
+        own = dict(zip(parts, np.split(logits, np.cumsum([part.rows.size for part in parts])[:-1]), strict=True))
+
+        def advance(part: RunningSequence) -> None:
+            following[part.rows], order[part.rows] = part.advanced(own[part])
+
+        each_alone(parts, advance)
+        moved = np.flatnonzero(order != np.arange(order.size))
         try:
-            if moved.any():
-                self._branch(self._state, order)
+            if moved.size:
+                self._reorder(moved, order)
         except Exception as error:  # all histories are as they were: right for those that did not move
-            for part in self.parts:
-                if moved[part.rows].any():
+            for part in parts:
+                if np.isin(part.rows, moved).any():
                     part.error = error
-        self._next = following
-        return [part for part in self.parts if part.writer.is_done or part.error is not None]
+
+    def _reorder(self, moved: np.ndarray, order: np.ndarray) -> None:
+        self._branch(self._state, order)
+
+    def _finished(self) -> list[RunningSequence]:
+        return [part for part in self.parts if part.is_done or part.error is not None]
+
+
+def place_rows(parts: Sequence[RunningSequence], rows: np.ndarray) -> None:
+    """Give sequences their rows, in order."""
+    for part in parts:
+        part.rows, rows = rows[: part.count], rows[part.count :]
+
+
+def each_alone(parts: Sequence[RunningSequence], write: Callable[[RunningSequence], None]) -> None:
+    """Write to each sequence; an error ends that one alone."""
+    for part in parts:
+        try:
+            write(part)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of a stopping criterion; a panic of a Rust library is no Exception
+            part.error = error

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,13 @@ from t5accel.decoding.request import GenerationInputs
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
 from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.precision.recipes import recipe_from_json
-from t5accel.serve.device_batch import running_batch
+from t5accel.serve.device_batch import DeviceRunningBatch
 from t5accel.serve.limits import EncoderLatency, KVCacheBytes, SchedulerLimits, needs_unbatched_encoding
-from t5accel.serve.request import GenerationRequest, RequestHandle
-from t5accel.serve.running_batch import GreedySequence, RunningSequence, Writer, sequences_for
+from t5accel.serve.request import GenerationRequest, RequestHandle, padded
+from t5accel.serve.running_batch import GreedySequence, RunningBatch, RunningSequence, sequences_for
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished requests by which the rate is measured
-LONGEST_RETRY_S = 120
-HEAD_START_S = 10.0  # of the highest priority: bounded, so that no request starves
 ENDS = (KeyboardInterrupt, SystemExit)  # any other exception concerns one request, even one that is no `Exception`
 
 
@@ -74,7 +72,8 @@ class Scheduler:
         self.limits = limits or SchedulerLimits()
         recipe = getattr(getattr(backend, "manifest", None), "recipe", None)
         self._encodes_alone = bool(recipe) and needs_unbatched_encoding(recipe_from_json(recipe))
-        self._batch = running_batch(backend, self.limits.rows)
+        on_device = hasattr(backend, "in_flight")
+        self._batch = DeviceRunningBatch(backend, self.limits.rows) if on_device else RunningBatch(backend)
         self._encoder: Any = self._batch.encoder
         if all(hasattr(backend, name) for name in ("split", "join", "source_bytes", "fingerprint")):
             self._encoder = EncoderCache(backend, max_bytes=self.limits.encoder_cache_bytes)
@@ -88,12 +87,12 @@ class Scheduler:
         self._continuations = BeamTopK(backend.vocab_size)
         self._observe, self._notify, self._clock = observe, notify or _notify_listeners, clock
         self._changed = threading.Condition()  # guards the queue and the end
-        self._queue: list[tuple[tuple[float, int], RequestHandle]] = []  # sorted: the older, after head starts
+        self._queue: list[RequestHandle] = []  # sorted
         self._submitted = 0
         self.is_open = True  # new requests are accepted
         self._ends_at = math.inf
         # Below: written by the engine's thread alone.
-        self._running: dict[RequestHandle, list[RunningSequence]] = {}
+        self._running: dict[RequestHandle, Sequence[RunningSequence]] = {}
         self._joins_from_s = -math.inf
         self._finished: deque[float] = deque(maxlen=RECENT)
         self._updates: dict[int, RequestHandle] = {}
@@ -113,17 +112,14 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Requests in the batch."""
         return len(self._running)
 
     @property
     def rows(self) -> int:
-        """Rows of the batch."""
         return self._batch.rows
 
     @property
@@ -134,7 +130,6 @@ class Scheduler:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def busy_s(self) -> float:
@@ -160,10 +155,10 @@ class Scheduler:
                 now = self._clock()
                 self._submitted += 1
                 deadline = None if request.deadline_s is None else now + request.deadline_s
-                handle = RequestHandle(request, self._submitted, now, deadline, of_request)
-                head_start_s = HEAD_START_S * request.priority / (1 + abs(request.priority))
-                bisect.insort(self._queue, ((now - head_start_s, handle.number), handle), key=lambda entry: entry[0])
-                handles.append(handle)
+                handles.append(RequestHandle(request, self._submitted, now, deadline, of_request))
+                for sequence in of_request:
+                    sequence.owner = handles[-1]
+                bisect.insort(self._queue, handles[-1], key=lambda handle: handle.place)
             self._changed.notify_all()
         return handles
 
@@ -172,7 +167,7 @@ class Scheduler:
         self._sequences(request)
         self._require_place(count, count * request.most_tokens)
 
-    def _sequences(self, request: GenerationRequest) -> list[Writer]:
+    def _sequences(self, request: GenerationRequest) -> list[RunningSequence]:
         ids = request.input_ids
         GenerationInputs.checked(self.backend, ids[None], np.ones_like(ids)[None], **request.bounds)
         self.limits.check(request, self._key_value_bytes)
@@ -181,17 +176,10 @@ class Scheduler:
     def _require_place(self, requests: int, tokens: int) -> None:
         if not self.is_open:
             raise ShuttingDownError("The server is shutting down and takes no more requests.")
-        self.limits.require_place(
-            [handle.request for _, handle in list(self._queue)], requests, tokens, self.retry_after_s
-        )
-
-    def retry_after_s(self) -> int:
-        """Estimated seconds until the queue has a place."""
-        times = list(self._finished)
-        if len(times) < 2 or times[-1] <= times[0]:
-            return 1
-        rate = (len(times) - 1) / (times[-1] - times[0])
-        return min(max(1, math.ceil(len(self._queue) / rate)), LONGEST_RETRY_S)
+        waiting = [handle.request for handle in list(self._queue)]
+        times = list(self._finished)  # by whose rate the queue will have a place
+        wait_s = len(waiting) * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1.0
+        self.limits.require_place(waiting, requests, tokens, wait_s)
 
     def drain(self, grace_s: float) -> None:
         """Accept no more requests; fail unfinished ones after ``grace_s`` seconds."""
@@ -220,7 +208,11 @@ class Scheduler:
         except ENDS:
             raise
         except BaseException as error:  # the batch may be in any state
-            self._fail_all(error)
+            self.failures += 1
+            running, self._running = self._running, {}
+            self._batch.clear()
+            for handle in running:
+                self._fail(handle, engine_error(error))
         updates, self._updates = list(self._updates.values()), {}
         self._began_s = None  # before the notification, whose receiver may ask at once
         if updates:
@@ -241,7 +233,7 @@ class Scheduler:
         except BaseException as error:  # of `notify`, or the interpreter ends: nobody may wait for ever
             with self._changed:
                 self.is_open, waiting, self._queue = False, self._queue, []
-            for handle in [*self._running, *(handle for _, handle in waiting)]:
+            for handle in [*self._running, *waiting]:
                 handle.finish(self._clock(), error=EngineError(f"The engine's thread has ended: {error!r:.200}"))
             self._running = {}
             raise
@@ -252,14 +244,10 @@ class Scheduler:
         if now >= self._ends_at:
             late = ShuttingDownError("The server was shut down before this request was done.")
 
-        def errors_of(handles: Iterable[RequestHandle]) -> dict[RequestHandle, Exception]:
-            return {handle: error for handle in handles if (error := handle.cancellation_error(now) or late)}
-
         with self._changed:
-            errors = errors_of([handle for _, handle in self._queue])
-            if errors:
-                self._queue = [entry for entry in self._queue if entry[1] not in errors]
-        errors |= errors_of(self._running)
+            handles = [*self._queue, *self._running]
+            errors = {handle: error for handle in handles if (error := handle.cancellation_error(now) or late)}
+            self._queue = [handle for handle in self._queue if handle not in errors]
         for handle, error in errors.items():
             self._fail(handle, error)
 
@@ -269,13 +257,6 @@ class Scheduler:
         self._updates[handle.number] = handle
         self._observe(type(error).__name__, 1)
         self._batch.remove([part for part in parts if part in self._batch.parts])
-
-    def _fail_all(self, error: BaseException) -> None:
-        self.failures += 1
-        running, self._running = self._running, {}
-        self._batch.clear()
-        for handle in running:
-            self._fail(handle, _engine_error(error))
 
     def _admit(self) -> None:
         were_running, started = bool(self._running), self._clock()
@@ -288,12 +269,10 @@ class Scheduler:
             if (error := self._join(handles)) is None:
                 continue
             self.failures += 1
-            if len(handles) == 1:
-                self._fail(handles[0], _engine_error(error))
-                continue
-            for handle in handles:  # perhaps one of them is to blame
-                if (error := self._join([handle])) is not None:
-                    self._fail(handle, _engine_error(error))
+            for handle in handles:
+                own = error if len(handles) == 1 else self._join([handle])  # perhaps one of several is to blame
+                if own is not None:
+                    self._fail(handle, engine_error(own))
         stall = self._clock() - started
         pause = min(stall / self.limits.prefill_share - stall, self.limits.max_prefill_stall_s)
         self._joins_from_s = started + stall + pause
@@ -306,13 +285,10 @@ class Scheduler:
             return []
         chosen: list[RequestHandle] = []
         seconds = 0.0  # to encode their sources
-        size = 0, 0, 0  # rows, the longest source and the longest answer
-        for handle in self._running:
-            size = _size_with(size, handle.request)
         with self._changed:
             while self._queue:
-                handle = self._queue[0][1]
-                if not self._fits(size := _size_with(size, handle.request)):
+                handle = self._queue[0]
+                if not self._fits([*self._running, *chosen, handle]):
                     break
                 handle.reused = self._is_cached(handle)
                 if self._running and not handle.reused:
@@ -324,9 +300,11 @@ class Scheduler:
                 del self._queue[0]
         return chosen
 
-    def _fits(self, size: tuple[int, int, int]) -> bool:
-        most = self.limits.key_value_bytes
-        return size[0] <= self.limits.rows and (most is None or self._key_value_bytes(*size) <= most)
+    def _fits(self, handles: Sequence[RequestHandle]) -> bool:
+        requests, most = [handle.request for handle in handles], self.limits.key_value_bytes
+        rows = sum(request.rows for request in requests)
+        source, new = (max(sizes) for sizes in zip(*(request.lengths for request in requests), strict=True))
+        return rows <= self.limits.rows and (most is None or self._key_value_bytes(rows, source, new) <= most)
 
     def _is_cached(self, handle: RequestHandle) -> bool:
         ids = handle.request.input_ids[None]
@@ -353,14 +331,13 @@ class Scheduler:
         try:
             source = self._encode(handles)
             joined = self._clock()
-            parts = {handle: [RunningSequence(one, handle) for one in handle.sequences] for handle in handles}
-            self._batch.add(source, [part for of_one in parts.values() for part in of_one])
+            self._batch.add(source, [part for handle in handles for part in handle.sequences])
         except ENDS:
             raise
         except BaseException as error:  # the batch is unchanged
             return error
-        self._running.update(parts)
         for handle in handles:
+            self._running[handle] = handle.sequences
             handle.joined_s = joined
             self._observe("queue_s", joined - handle.submitted_s)
         return None
@@ -370,9 +347,7 @@ class Scheduler:
         if self._encodes_alone and len(handles) > 1:
             return self.backend.join([self._encode([handle]) for handle in handles])
         rows = [handle.request.input_ids for handle in handles for _ in range(handle.request.rows)]
-        mask = (np.arange(max(map(len, rows))) < np.array([len(row) for row in rows])[:, None]).astype(np.int64)
-        ids = np.full(mask.shape, self.backend.pad_token_id)
-        ids[mask == 1] = np.concatenate(rows)
+        ids, mask = padded(rows, self.backend.pad_token_id)
         started, missed = self._clock(), getattr(self._encoder, "misses", 0)
         captures = getattr(self._encoder, "captures", 0)
         source = self._encoder.encode(ids, mask)
@@ -391,7 +366,7 @@ class Scheduler:
             raise
         except BaseException as error:  # the state is as it was: the last to come, who may be too much, goes
             self.failures += 1
-            self._fail(next(reversed(self._running)), _engine_error(error))
+            self._fail(next(reversed(self._running)), engine_error(error))
             return
         now = self._clock()
         self._observe("step_s", (now - started) / self._batch.steps)
@@ -400,8 +375,8 @@ class Scheduler:
             if handle.first_token_s is None:
                 handle.first_token_s = now
                 self._observe("first_token_s", now - handle.submitted_s)
-            if handle.request.stream and isinstance(writer := parts[0].writer, GreedySequence):
-                handle.tokens.extend(writer.tokens[len(handle.tokens) :])
+            if handle.request.stream and isinstance(parts[0], GreedySequence):
+                handle.tokens.extend(parts[0].tokens[len(handle.tokens) :])
                 self._updates[handle.number] = handle
         self._batch.remove(ended)
         for handle in {part.owner: None for part in ended}:
@@ -409,9 +384,9 @@ class Scheduler:
             error = next((part.error for part in parts if part.error is not None), None)
             if error is not None:
                 self.failures += 1
-                self._fail(handle, _engine_error(error))
-            elif all(part.writer.is_done for part in parts):
-                answers = [answer for part in parts for answer in part.writer.answers()]
+                self._fail(handle, engine_error(error))
+            elif all(part.is_done for part in parts):
+                answers = [answer for part in parts for answer in part.answers()]
                 del self._running[handle]
                 handle.finish(now, answers)
                 self._finished.append(now)
@@ -420,16 +395,12 @@ class Scheduler:
                 self._observe("finished", 1)
 
 
-def _size_with(size: tuple[int, int, int], request: GenerationRequest) -> tuple[int, int, int]:
-    rows, source, new = size
-    return rows + request.rows, max(source, len(request.input_ids)), max(new, request.max_new_tokens)
-
-
 def _source_tokens(handle: RequestHandle) -> int:
     return len(handle.request.input_ids)
 
 
-def _engine_error(error: BaseException) -> EngineError:
+def engine_error(error: BaseException) -> EngineError:
+    """An error of a request that says no more than the kind of this one."""
     if isinstance(error, EngineError):  # our own, which quotes no text
         return error
     found = EngineError(f"The engine failed: {type(error).__name__}.")

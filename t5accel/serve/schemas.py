@@ -20,15 +20,9 @@ from t5accel.serve.request import GenerationRequest
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_HANDED_ON = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "length_penalty",
-    "early_stopping",
-    "num_return_sequences",
-    "priority",
-    "stream",
-)
+_HANDED_ON = """
+max_new_tokens min_new_tokens length_penalty early_stopping num_return_sequences priority stream
+""".split()
 
 
 class Asked(BaseModel):
@@ -70,9 +64,7 @@ class _Common(Asked):
         None, description=f"Up to {MAX_STOPS} texts: the answer ends before the first of them. Not for beams."
     )
     prefix: str | None = Field(None, description="Text in front of every source. Default: the server's --prefix.")
-    src_lang: str | None = Field(
-        None, description="Language of the sources, as NLLB, mBART and M2M100 name it: eng_Latn, en_XX, en."
-    )
+    src_lang: str | None = Field(None, description="Language of sources: eng_Latn (NLLB), en_XX (mBART), en (M2M100).")
     tgt_lang: str | None = Field(None, description="Language of the answers, likewise: fra_Latn, fr_XX, fr.")
     forced_bos_token: str | None = Field(None, description="Token that every answer begins with.")
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of answers.")
@@ -82,9 +74,7 @@ class _Common(Asked):
     seed: int | None = Field(None, description="Seed of the drawn tokens. Default: any.")
     stream: bool = Field(False, description="Server-sent events, without beams.")
     priority: int = Field(0, description="Higher values go first, with a head start of at most 10 s.")
-    deadline_s: float | None = Field(
-        None, description="Seconds within which the answer must be complete, else status 504."
-    )
+    deadline_s: float | None = Field(None, description="Seconds until the answer must be complete, else status 504.")
 
     @property
     def stops(self) -> list[str]:
@@ -135,7 +125,7 @@ class Generate(_Common):
                     f"The model's generation_config sets num_beams={beams}, and beams can neither stream nor stop at "
                     "texts: give num_beams 1 for greedy search."
                 )
-        sampling = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        sampling = self.model_dump(include={*_SAMPLING}, exclude_none=True)
         return GenerationRequest(
             ids,
             num_beams=beams,
@@ -143,7 +133,7 @@ class Generate(_Common):
             seed=secrets.randbelow(2**31) if self.seed is None else self.seed,
             deadline_s=deadline_s if self.deadline_s is None else self.deadline_s,
             stopping_criterion=stopping_criterion,
-            **{name: value for name in _HANDED_ON if (value := getattr(self, name)) is not None},
+            **self.model_dump(include={*_HANDED_ON}, exclude_none=True),
             **options,
         )
 
@@ -160,21 +150,12 @@ class StreamOptions(Asked):
 class Completion(_Common):
     """Complete one or several prompts, for OpenAI's clients. The prompt is the encoder's source, and never echoed."""
 
-    neutral = {
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "echo": False,
-        "logprobs": None,
-        "logit_bias": {},
-        "suffix": "",
-    }
+    neutral = dict(frequency_penalty=0, presence_penalty=0, echo=False, logprobs=None, logit_bias={}, suffix="")
 
     model: str
     prompt: str | list[str] = Field(description="One source with its prefix, or a list of them.")
     max_tokens: int | None = Field(None, description="Default: 16, or what server and model allow.")
-    temperature: float | None = Field(
-        None, description="Left out or 0: the likeliest tokens, which differs from OpenAI's default."
-    )
+    temperature: float | None = Field(None, description="Left out (unlike OpenAI's) or 0: the likeliest tokens.")
     top_p: float | None = Field(None, description="Without a temperature above 0 only 1.")
     n: int | None = Field(1, description="Answers per prompt. More than 1 need a temperature above 0.")
     best_of: int | None = Field(None, description="Only the value of n.")
@@ -198,9 +179,8 @@ class Completion(_Common):
         drawn = bool(self.temperature)
         if not drawn and (self.top_p not in (None, 1) or self.n != 1):
             raise InputError("top_p and n need a temperature above 0: without one the likeliest tokens are taken.")
-        common = {name: getattr(self, name) for name in _Common.model_fields}
-        if not drawn:
-            common |= {"temperature": None, "top_p": None, "seed": None}
+        useless = set() if drawn else {"temperature", "top_p", "seed"}
+        common = self.model_dump(include=_Common.model_fields.keys() - useless)
         return Generate(
             text=self.prompt, max_new_tokens=self.max_tokens, do_sample=drawn, num_return_sequences=self.n, **common
         )
@@ -330,20 +310,6 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
-ERRORS = {
-    400: "The request is not valid.",
-    401: "The API key is missing or wrong.",
-    404: "There is no such model.",
-    408: "The request arrived too slowly.",
-    413: "The text or the body is too long.",
-    415: "The body is not sent as application/json.",
-    421: "The Host header is not allowed.",
-    422: "A value is not valid.",
-    429: "The queue is full; see Retry-After.",
-    500: "The engine failed.",
-    503: "The server is shutting down or full.",
-    504: "The deadline has passed.",
-}
 EVERYWHERE = (401, 421)
 
 
@@ -362,7 +328,7 @@ def openapi_responses(
     if is_open:
         return {**found, 503: {"model": model, "description": "No."}}
     for status in (*EVERYWHERE, *errors):
-        found[status] = {"model": ErrorResponse, "description": ERRORS[status]}
+        found[status] = {"model": ErrorResponse}
     return found
 
 
@@ -386,20 +352,14 @@ def page(interface: dict[str, Any]) -> str:
     """An OpenAPI description as HTML without scripts and foreign hosts."""
     title, about = escape(interface["info"]["title"]), escape(interface["info"]["description"])
     parts = [f"<h1>{title}</h1><p>{about}</p>"]
-    schemas = interface["components"]["schemas"]
-    for path, operations in interface["paths"].items():
-        for method, operation in operations.items():
-            parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>")
-            for what, holder in (
-                ("", operation.get("requestBody", {})),
-                ("The response:", operation["responses"].get("200", {})),
-            ):
-                content = holder.get("content", {}).get("application/json")
-                if content is None:
-                    continue
-                name = content["schema"].get("$ref", "").rpartition("/")[2]
-                schema = schemas.get(name, content["schema"])
-                needed, fields = schema.get("required", []), schema.get("properties", {})
+    operations = [(path, *one) for path, methods in interface["paths"].items() for one in methods.items()]
+    for path, method, operation in operations:
+        parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>")
+        for what, holder in (("", operation.get("requestBody", {})), ("The response:", operation["responses"]["200"])):
+            schema = holder.get("content", {}).get("application/json", {}).get("schema", {})
+            schema = interface["components"]["schemas"].get(schema.get("$ref", "").rpartition("/")[2], schema)
+            needed, fields = schema.get("required", []), schema.get("properties", {})
+            if fields:
                 parts.append(f"<p>{what}</p><table><tr><th>field</th><th>type</th><th>default</th><th></th></tr>")
                 for name in sorted(fields, key=lambda one, needed=needed: one not in needed):
                     parts.append(_table_row(name, fields[name], is_required=not what and name in needed))
@@ -410,11 +370,9 @@ def page(interface: dict[str, Any]) -> str:
 
 
 def _table_row(name: str, field: dict[str, Any], *, is_required: bool) -> str:
-    kinds = [_kind(one) for one in field.get("anyOf", [field])]
-    default = "required" if is_required else ""
-    if field.get("default") is not None:
-        default = str(field["default"])
-    cells = (name, " or ".join(kind for kind in kinds if kind != "null"), default, field.get("description", ""))
+    kinds = [kind for one in field.get("anyOf", [field]) if (kind := _kind(one)) != "null"]
+    default = "required" if is_required else "" if field.get("default") is None else str(field["default"])
+    cells = (name, " or ".join(kinds), default, field.get("description", ""))
     return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 

@@ -32,7 +32,7 @@ from t5accel.serve.app import make_app
 from t5accel.serve.limits import needs_unbatched_encoding
 from t5accel.serve.middleware import HEALTH, HTTPError, error_response
 from t5accel.serve.monitoring import RateLimit, configure, log, open_log
-from t5accel.serve.settings import EMBED_PRECISIONS, OF_TASK, Settings, is_loopback, refuse_misspelt
+from t5accel.serve.settings import EMBED_PRECISIONS, OF_ONE, Settings, is_loopback, refuse_misspelt
 
 UNREAD = 64 * 1024  # bytes of an answer that the system keeps for a client; others stay in our memory
 SLOWEST = 1024  # bytes a second that leave our memory, in lumps of half of `UNREAD`; a client that takes less is gone
@@ -43,7 +43,6 @@ PIECES, PIECE = 512, 512  # pieces that any body may have, and bytes for each on
 THREADS_PER_CORE = 4
 # Python lets a busy thread go on for 5 ms before another may run; for the engine these are steps of a small model.
 SWITCH_S = 0.0005
-ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"  # nothing to a client that reads, a reset from one that has gone
 
 
 def _raw(error: HTTPError) -> bytes:
@@ -85,8 +84,6 @@ class TimeoutH11Protocol(H11Protocol):
     idle: dict[TimeoutH11Protocol, None]  # of all connections of one server, the longest idle first
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
-    _gone: asyncio.TimerHandle | None = None
-    _has_ended = False  # the client sends no more
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -122,8 +119,7 @@ class TimeoutH11Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self.idle.pop(self, None)  # idle since now
-        if self._note() and self._has_ended:
-            self.transport.close()
+        self._note()
 
     def _note(self) -> bool:
         """Update and return whether the connection is idle."""
@@ -134,28 +130,9 @@ class TimeoutH11Protocol(H11Protocol):
             self.idle.setdefault(self)
         return is_idle
 
-    def eof_received(self) -> bool:
-        """Return whether the connection stays open for a response."""
-        # A half-closed client may still read; one that has gone resets the connection when anything is sent.
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body or self.scope["http_version"] != "1.1":
-            return False
-        self._has_ended = True
-        if not cycle.response_started:
-            self.transport.write(ARE_YOU_THERE)
-            self._look(0.05)
-        return True
-
-    def _look(self, after_s: float) -> None:
-        # Nothing is read from a half-closed connection, so its error has to be polled.
-        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.transport.abort()
-        elif not self.cycle.response_started:
-            self._gone = self.loop.call_later(after_s, self._look, min(2 * after_s, 1.0))
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.idle.pop(self, None)
-        for timer in (self._late, self._unread, self._gone):
+        for timer in (self._late, self._unread):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)  # which resumes writing
@@ -251,13 +228,12 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
                 "--allow-unauthenticated to serve everybody."
             )
         log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
-    for task, names in OF_TASK.items():
-        for name in names:
-            if task != settings.task and getattr(settings, name) != Settings.model_fields[name].default:
-                raise InputError(f"{name} is for task {task}, and the task is {settings.task}. Leave it out.")
-    for name in ("address", "replicas", "replicas_min"):
-        if settings.engine != "ray" and getattr(settings, name) != Settings.model_fields[name].default:
-            raise InputError(f"{name} is for engine ray, and the engine is local. Give --engine ray, or leave it out.")
+    for (kind, value), names in OF_ONE.items():
+        if (own := getattr(settings, kind)) != value:
+            for name in names:
+                if getattr(settings, name) != Settings.model_fields[name].default:
+                    hint = f"Give --{kind} {value}, or leave it out."
+                    raise InputError(f"{name} is for {kind} {value}, and the {kind} is {own}. {hint}")
     if settings.task == "generate":
         recipe = as_recipe(settings.precision or "fp32")
         needs_unbatched_encoding(recipe)
@@ -266,13 +242,9 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
         raise InputError(f"precision must be one of {allowed} with task embed, got {settings.precision!r:.80}.")
     if settings.device == "cuda":
         if recipe.integers:
-            raise InputError(
-                f"precision must be bf16, fp16 or fp32 on cuda, got {recipe.name!r}. Give --precision bf16."
-            )
+            raise InputError(f"precision must be bf16, fp16 or fp32 on cuda, got {recipe.name}. Give --precision bf16.")
         if settings.engine != "local":
             raise InputError(f"engine must be local on cuda, got {settings.engine!r}. Leave --engine out.")
-        if "encoder_cache_mb" in settings.model_fields_set:
-            raise InputError("encoder_cache_mb is for device cpu: on cuda sources are encoded anew. Leave it out.")
     cores = cpu_threads()
     if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
         raise InputError(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,9 @@ from fastapi import Request
 from t5accel.decoding.backend import Backend
 from t5accel.decoding.streaming import IncrementalDetokenizer
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
+from t5accel.errors import DeadlineError
 from t5accel.models.prefixes import Languages
+from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.middleware import HTTPError
 from t5accel.serve.monitoring import Metrics, log
 from t5accel.serve.request import GenerationResult, RequestHandle
@@ -40,13 +42,19 @@ class TextService:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
 
-    def texts_with(self, prefix: str, given: str | list[str], name: str) -> list[str]:
-        """The texts of the field ``name``, each with the prefix; ``HTTPError``: none, or too many."""
+    def texts_with(self, prefix: str, given: str | list[str], name: str, most: float) -> list[str]:
+        """The texts of the field ``name``, each with the prefix.
+
+        ``HTTPError``: none, too many, or one of more characters than ``most`` tokens may have.
+        """
         texts = [given] if isinstance(given, str) else given
         if not 1 <= len(texts) <= self.settings.max_texts:
             message = f"{name} must hold 1 to {self.settings.max_texts} texts, got {len(texts)} texts."
             raise HTTPError(422, message, param=name)
-        return [prefix + text for text in texts]
+        texts = [prefix + text for text in texts]
+        if (longest := max(map(len, texts))) > CHARACTERS * most:
+            raise too_long(f"A text has {longest} characters, and {CHARACTERS * most} are allowed", name)
+        return texts
 
     async def in_worker(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
         """Call a slow function outside the event loop; ``size`` counts characters or tokens."""
@@ -63,14 +71,23 @@ class Service(TextService):
         self.backend, self.languages = backend, Languages(tokenizer)
         self.rules = getattr(backend, "rules", NO_CONSTRAINTS)
         self.ends = self.rules.eos_tokens(backend.eos_token_id)
-        own, positions = settings.limits, getattr(backend, "positions", None) or math.inf
-        read = min(own.source_tokens, getattr(backend, "max_source_tokens", None) or positions)
-        self.limits = replace(own, source_tokens=read, new_tokens=min(own.new_tokens, positions))
+        positions = getattr(backend, "positions", None) or math.inf
+        self.limits = SchedulerLimits(
+            rows=settings.max_batch_rows,
+            key_value_bytes=None if settings.key_value_mb is None else settings.key_value_mb * 10**6,
+            queue=settings.max_queue,
+            queued_tokens=settings.max_queued_tokens,
+            beams=settings.max_beams,
+            source_tokens=min(settings.max_source_tokens, getattr(backend, "max_source_tokens", None) or positions),
+            new_tokens=min(settings.max_new_tokens, positions),
+            max_prefill_stall_s=settings.max_prefill_stall_ms / 1e3,
+            prefill_share=settings.prefill_share,
+            encoder_cache_bytes=settings.encoder_cache_mb * 10**6,
+        )
         self.scheduler = Scheduler(backend, self.limits, observe=self.metrics.observe, notify=self._notify)
         self.metrics.watch(self.scheduler)
 
     def close(self) -> None:
-        """End its threads."""
         self.scheduler.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
@@ -87,22 +104,17 @@ class Service(TextService):
         if asked.max_new_tokens is None:  # what server and model allow
             asked = asked.model_copy(update={"max_new_tokens": min(new_tokens, self.limits.new_tokens)})
         prefix = self.settings.prefix if asked.prefix is None else asked.prefix
-        texts = self.texts_with(prefix, asked.text, "text")
+        texts = self.texts_with(prefix, asked.text, "text", math.inf if asked.truncate else self.limits.source_tokens)
         stops = self._stops(asked)
         first = self.languages.target(self.backend, asked.tgt_lang, asked.forced_bos_token)
         language = None if asked.src_lang is None else self.languages.source(asked.src_lang)
-        most = CHARACTERS * self.limits.source_tokens
-        longest = max(map(len, texts))
-        if longest > most and not asked.truncate:
-            raise _too_long(f"A text has {longest} characters, and {most} are allowed")
         # With a source of one token, the shortest possible, all other mistakes show.
         least = asked.to_request([0], self.settings.deadline_s, self.rules, stops, **first)
         self.scheduler.require_place(least, len(texts))
         # One by one, so that other requests' texts come between those of a large one.
-        size = min(longest, most) * len(texts)
-        sources = [
-            await self.in_worker(self._tokens, text[:most], asked.truncate, language, size=size) for text in texts
-        ]
+        cut = [text[: CHARACTERS * self.limits.source_tokens] for text in texts]
+        size = max(map(len, cut)) * len(cut)
+        sources = [await self.in_worker(self._tokens, text, asked.truncate, language, size=size) for text in cut]
         handles = self.scheduler.submit_all([replace(least, input_ids=tokens) for tokens in sources])
         if self.settings.log_texts:
             log.info("requests %s: %s", [handle.number for handle in handles], json.dumps(texts, ensure_ascii=False))
@@ -117,7 +129,7 @@ class Service(TextService):
         if len(tokens) <= most:
             return tokens
         if not truncate:
-            raise _too_long(f"A source has {len(tokens)} tokens, and {most} are allowed")
+            raise too_long(f"A source has {len(tokens)} tokens, and {most} are allowed", "text")
         end = self.backend.eos_token_id
         closing = tokens[-2:] if tokens[-2] == end != tokens[-1] else [end]  # in mBART the language stands behind it
         return [*tokens[: max(most - len(closing), 0)], *closing]
@@ -142,24 +154,18 @@ class Service(TextService):
 
     async def wait(self, handles: Sequence[RequestHandle], request: Request) -> None:
         """Wait until all are done, one fails, or the client disconnects."""
-        disconnect = asyncio.create_task(disconnected(request.receive))
         news = _news_of(handles)
-        disconnect.add_done_callback(lambda _: news.set())
-        try:
-            while not all(handle.is_done for handle in handles):
+
+        async def all_done() -> None:
+            while len([handle.result(0) for handle in handles if handle.is_done]) < len(handles):  # or raises an error
                 await news.wait()
                 news.clear()
-                if disconnect.done() and not all(handle.is_done for handle in handles):
-                    raise ConnectionResetError
-                for handle in handles:
-                    if handle.error is not None:
-                        raise handle.error
+
+        try:
+            await unless_disconnected(all_done(), request.receive)
         finally:
-            disconnect.cancel()
             for handle in handles:  # after a failure or a disconnect the others' rows are free, too
                 handle.cancel()
-        for handle in handles:
-            handle.result(0)
 
     async def pieces(self, handles: Sequence[RequestHandle], asked: Generate) -> AsyncIterator[tuple[int, str, bool]]:
         """Yield index, new text and whether it is the last, per handle.
@@ -197,14 +203,27 @@ def _news_of(handles: Sequence[RequestHandle]) -> asyncio.Event:
     return news
 
 
-def _too_long(what: str) -> HTTPError:
-    return HTTPError(413, f"{what}: shorten it, or ask for truncate.", param="text", code="context_length_exceeded")
+def too_long(what: str, name: str) -> HTTPError:
+    """The refusal of a text of the field ``name``."""
+    return HTTPError(413, f"{what}: shorten or split it.", param=name, code="context_length_exceeded")
 
 
-async def disconnected(receive: Any) -> None:
-    """Return when the client of an ASGI application has disconnected."""
+async def _disconnected(receive: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_disconnected(work: Awaitable[Any], receive: Any, deadline_s: float | None = None) -> Any:
+    """The result of ``work``; ``ConnectionResetError``: the client left before; ``DeadlineError``: it took too long."""
+    doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait([doing, gone], timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ConnectionResetError if gone.done() else DeadlineError(f"Not done within its {deadline_s:g} s.")
+        return doing.result()
+    finally:
+        doing.cancel()
+        gone.cancel()
 
 
 class StopStrings:
@@ -230,16 +249,13 @@ class StopStrings:
         return any(text in found for text in self._texts)
 
     def cut(self, found: str) -> str:
-        """The text before the first stop string."""
         return found[: min((at for text in self._texts if (at := found.find(text)) >= 0), default=len(found))]
 
     def held(self, found: str) -> int:
         """How many last characters of a text may begin a stop string."""
         most = min(len(found), max(map(len, self._texts)) - 1)
-        return next((size for size in range(most, 0, -1) if self._begins(found[-size:])), 0)
-
-    def _begins(self, end: str) -> bool:
-        return any(text.startswith(end) for text in self._texts)
+        ends = (found[-size:] for size in range(most, 0, -1))
+        return next((len(end) for end in ends if any(text.startswith(end) for text in self._texts)), 0)
 
 
 class TextStream:

@@ -7,34 +7,32 @@ import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from t5accel.errors import InputError
-from t5accel.serve.limits import SchedulerLimits
 from t5accel.serve.monitoring import Form, Level
 
 PREFIX = "T5ACCEL_"
-OF_TASK = {  # settings of one task, which the other would silently leave aside
-    "embed": ["pooling", "normalize", "batch_tokens"],
-    "generate": "device engine address replicas replicas_min max_batch_rows key_value_mb max_queued_tokens max_beams "
-    "max_new_tokens max_prefill_stall_ms prefill_share encoder_cache_mb".split(),
+OF_ONE = {  # settings that apply only with a value of another one, which would else be left aside silently
+    ("task", "embed"): ["pooling", "normalize", "batch_tokens"],
+    ("task", "generate"): "device engine address replicas replicas_min max_batch_rows key_value_mb max_queued_tokens "
+    "max_beams max_new_tokens max_prefill_stall_ms prefill_share encoder_cache_mb".split(),
+    ("engine", "ray"): ["address", "replicas", "replicas_min"],
+    ("device", "cpu"): ["encoder_cache_mb"],  # on cuda sources are encoded anew
 }
 EMBED_PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4", "auto")
+Lower = BeforeValidator(str.lower)
 OTHERS = {"CACHE", "TRACEBACK", "COMMIT"}  # variables of other parts
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
 
 
 class Settings(BaseSettings):
     """One field for each flag: ``--max-prefill-stall-ms 20`` is ``T5ACCEL_MAX_PREFILL_STALL_MS=20``. A flag wins.
 
-    >>> Settings(max_batch_rows=8).limits.rows
-    8
+    >>> Settings(model="/models/translator").public_name
+    'translator'
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, allow_inf_nan=False)
@@ -50,21 +48,13 @@ class Settings(BaseSettings):
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda: the first GPU, by PyTorch.")
     prefix: str = Field("", description="Text in front of every source whose request has no prefix field.")
-    threads: int | None = Field(
-        None, ge=1, description="Threads of the engine. Default: all cores that this process may use."
-    )
-    served_model_name: str | None = Field(
-        None, description="The model's name for clients. Default: model, or the last part of its folder."
-    )
+    threads: int | None = Field(None, ge=1, description="Threads of the engine. Default: all cores of this process.")
+    served_model_name: str | None = Field(None, description="Model's name for clients. Default: that of its folder.")
     host: str = Field("127.0.0.1", description="Address to listen at. Any but this machine's needs T5ACCEL_API_KEY.")
     allow_unauthenticated: bool = Field(False, description="Serve other machines without an API key.")
-    allowed_hosts: str = Field(
-        "", description="Further Host headers to accept, separated by commas; *: any. Default: this machine's."
-    )
+    allowed_hosts: str = Field("", description="Further Host headers, separated by commas; *: any.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen at; 0: any free port.")
-    max_batch_rows: int = Field(
-        32, ge=1, description="Maximum rows in the running batch (one per answer, K per K-beam request)."
-    )
+    max_batch_rows: int = Field(32, ge=1, description="Maximum rows in the running batch: 1 per answer, K of K beams.")
     key_value_mb: int | None = Field(None, ge=1, description="Maximum megabytes of the KV cache. Default: no limit.")
     max_queue: int = Field(256, ge=1, description="Maximum requests in the queue.")
     max_queued_tokens: int | None = Field(
@@ -82,56 +72,26 @@ class Settings(BaseSettings):
     max_prefill_stall_ms: float = Field(
         50.0, ge=0, description="Maximum milliseconds that running answers wait while new sources are encoded."
     )
-    prefill_share: float = Field(
-        1.0, gt=0, le=1, description="Maximum share of the time spent on new requests while others run."
-    )
+    prefill_share: float = Field(1.0, gt=0, le=1, description="Share of the time for new requests while others run.")
     encoder_cache_mb: int = Field(256, ge=0, description="Megabytes of encoder outputs kept for repeated sources.")
     connections: int = Field(1000, ge=1, description="Maximum open connections.")
     body_kb: int = Field(1024, ge=1, description="Maximum kilobytes of a request's body.")
     header_timeout_s: float = Field(10.0, gt=0, description="Seconds within which a request's head must arrive.")
     body_timeout_s: float = Field(10.0, gt=0, description="Seconds within which a request's body must arrive.")
-    write_timeout_s: float = Field(
-        10.0, gt=0, description="Close the connection if the client reads next to nothing for this many seconds."
-    )
-    deadline_s: float = Field(
-        120.0, gt=0, lt=1e9, description="Deadline in seconds of requests that do not set their own."
-    )
-    shutdown_grace_s: float = Field(
-        30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
-    )
-    unhealthy_after_s: float = Field(
-        60.0, gt=0, description="Report unhealthy when one step takes longer than this many seconds."
-    )
+    write_timeout_s: float = Field(10.0, gt=0, description="Seconds after which a client that hardly reads is cut off.")
+    deadline_s: float = Field(120.0, gt=0, lt=1e9, description="Deadline in seconds of requests that set none.")
+    shutdown_grace_s: float = Field(30.0, ge=0, description="Seconds for running requests to finish after SIGTERM.")
+    unhealthy_after_s: float = Field(60.0, gt=0, description="Seconds of one step after which health says 503.")
     api_key: SecretStr | None = Field(None, description="By the environment only: T5ACCEL_API_KEY.")
     engine: Literal["local", "ray"] = Field("local", description="local, or ray: replicas of the model.")
-    address: str | None = Field(
-        None, description="Address of a Ray cluster, for engine ray. Default: one on this machine."
-    )
+    address: str | None = Field(None, description="Address of a Ray cluster, for engine ray. Default: one made here.")
     replicas: int = Field(2, ge=1, description="Maximum replicas with engine ray; more start as requests wait.")
     replicas_min: int = Field(1, ge=1, description="Minimum replicas with engine ray.")
     log_texts: bool = Field(False, description="Write texts and answers to the log.")
-    log_level: Annotated[Level, BeforeValidator(_lower)] = Field(
+    log_level: Annotated[Level, Lower] = Field(
         "info", description="debug, info, warning, error or critical; debug also logs probes."
     )
-    log_format: Annotated[Form, BeforeValidator(_lower)] = Field(
-        "text", description="text, or json: one object per line."
-    )
-
-    @property
-    def limits(self) -> SchedulerLimits:
-        """Limits of the scheduler."""
-        return SchedulerLimits(
-            rows=self.max_batch_rows,
-            key_value_bytes=None if self.key_value_mb is None else self.key_value_mb * 10**6,
-            queue=self.max_queue,
-            queued_tokens=self.max_queued_tokens,
-            beams=self.max_beams,
-            source_tokens=self.max_source_tokens,
-            new_tokens=self.max_new_tokens,
-            max_prefill_stall_s=self.max_prefill_stall_ms / 1e3,
-            prefill_share=self.prefill_share,
-            encoder_cache_bytes=self.encoder_cache_mb * 10**6,
-        )
+    log_format: Annotated[Form, Lower] = Field("text", description="text, or json: one object per line.")
 
     @property
     def public_name(self) -> str:

@@ -42,7 +42,7 @@ class Actors:
         self.beats += 1
 
     def __call__(self, job: Job, pending: Sequence[Shard], *_: Any) -> Iterator[ShardRecord]:
-        job = pickle.loads(pickle.dumps(replace(job, output=job.output.absolute(), what=self.what or job.what)))
+        job = pickle.loads(pickle.dumps(replace(job, what=self.what or job.what)))
         actor = ray_batch.Actor(job, self.beat)
         for count, shard in enumerate(reversed(pending)):
             self.before(count)

@@ -29,7 +29,7 @@ from t5accel.errors import EngineError, InputError
 from t5accel.serve.device_batch import DeviceRunningBatch
 from t5accel.serve.limits import KVCacheBytes, SchedulerLimits
 from t5accel.serve.request import GenerationRequest
-from t5accel.serve.running_batch import RunningSequence, sequences_for
+from t5accel.serve.running_batch import sequences_for
 from t5accel.serve.scheduler import Scheduler
 
 SMALL = (4, 8, 16, 32)
@@ -161,7 +161,7 @@ def test_the_host_reads_each_token_of_few_rows_and_every_eighth_of_many(tiny_t5,
     backend = TorchStatic(tiny_t5())
     batch = DeviceRunningBatch(backend, clock=lambda: 0.0)
     jobs = [new_job(seed, 16, min_new_tokens=16) for seed in range(rows)]
-    parts = [RunningSequence(sequences_for(backend, job)[0], job) for job in jobs]
+    parts = [sequences_for(backend, job)[0] for job in jobs]
     ids = np.stack([job.input_ids for job in jobs])
     batch.add(batch.encoder.encode(ids, np.ones_like(ids)), parts)
     batch.step()

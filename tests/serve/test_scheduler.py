@@ -77,6 +77,23 @@ class Clock:
         return self.now
 
 
+class Timed(Joining):
+    """One whose encoder and steps take time of a clock."""
+
+    def __init__(self, clock: Clock, encode_s: Callable[[np.ndarray], float], step_s: float = 0.0):
+        super().__init__(ends=0)
+        self.clock, self.encode_s, self.step_s, self.encoded = clock, encode_s, step_s, []
+
+    def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[list[int]]:
+        self.clock.now += self.encode_s(input_ids)
+        self.encoded.append(len(input_ids))
+        return super().encode(input_ids, attention_mask)
+
+    def step(self, state: dict[str, Any], input_ids: np.ndarray) -> np.ndarray:
+        self.clock.now += self.step_s
+        return super().step(state, input_ids)
+
+
 def stepped(backend: Any = None, **limits: Any) -> tuple[Scheduler, Clock]:
     """A scheduler without a thread, and its clock."""
     clock = Clock()
@@ -342,13 +359,8 @@ def test_equal_sources_are_encoded_once() -> None:
 def test_prefill_stalls_are_bounded() -> None:
     """Encoding takes 10 ms a token here."""
     clock = Clock()
-
-    class Slow(Joining):
-        def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[list[int]]:
-            clock.now += 0.01 * input_ids.size
-            return super().encode(input_ids, attention_mask)
-
-    scheduler = Scheduler(Slow(ends=0), SchedulerLimits(max_prefill_stall_s=0.1), clock=clock, thread=False)
+    backend = Timed(clock, lambda ids: 0.01 * ids.size)
+    scheduler = Scheduler(backend, SchedulerLimits(max_prefill_stall_s=0.1), clock=clock, thread=False)
     submit(scheduler, [5], max_new_tokens=200)
     scheduler.step()
     stalls = []
@@ -367,27 +379,16 @@ def test_prefill_stalls_are_bounded() -> None:
 @pytest.mark.parametrize(("share", "least", "most"), [(1.0, 0.45, 0.55), (0.2, 0.15, 0.25)])
 def test_prefill_takes_its_share_of_the_time(share: float, least: float, most: float) -> None:
     """A request arrives before each step; encoding any number takes 10 ms, as a step does."""
-    clock, encoded = Clock(), []
-
-    class Even(Joining):
-        def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> list[list[int]]:
-            clock.now += 0.01
-            encoded.append(len(input_ids))
-            return super().encode(input_ids, attention_mask)
-
-        def step(self, state: dict[str, Any], input_ids: np.ndarray) -> np.ndarray:
-            clock.now += 0.01
-            return super().step(state, input_ids)
-
+    backend = Timed(clock := Clock(), lambda ids: 0.01, 0.01)
     limits = SchedulerLimits(rows=64, prefill_share=share, max_prefill_stall_s=1, encoder_cache_bytes=0)
-    scheduler = Scheduler(Even(ends=0), limits, clock=clock, thread=False)
+    scheduler = Scheduler(backend, limits, clock=clock, thread=False)
     submit(scheduler, [5], max_new_tokens=400)
     tickets = []
     for number in range(100):
         tickets.append(submit(scheduler, [5, 2 + number % 10], max_new_tokens=2))
         scheduler.step()
-    assert least < 0.01 * len(encoded) / clock.now < most
-    assert np.median(encoded) >= 0.8 / share and all(ticket.is_done for ticket in tickets[:90])
+    assert least < 0.01 * len(backend.encoded) / clock.now < most
+    assert np.median(backend.encoded) >= 0.8 / share and all(ticket.is_done for ticket in tickets[:90])
 
 
 def test_key_value_bytes_count_each_row_as_long_as_the_longest() -> None:

@@ -16,7 +16,7 @@ from t5accel import machine
 from t5accel.encoder import AcceleratedEncoder
 from t5accel.errors import InputError, JobError, first_line
 from t5accel.graphs.atomic_write import locked, staged_file
-from t5accel.serve.batch.formats import RejectedRow, Rows, import_pyarrow, kind_of, read_range
+from t5accel.serve.batch.formats import RejectedRow, Rows, facts_of, import_pyarrow, kind_of, read_range
 from t5accel.serve.batch.generate import CHARACTERS, batches
 from t5accel.tokenization import tokenize
 
@@ -71,7 +71,7 @@ def embed_file(
     encoder.embed([], pooling=pooling, batch_tokens=batch_tokens)  # raises what it would raise of any text
     if pooling == "none":
         raise InputError("pooling must be mean or first, got none: a row has one embedding.")
-    in_parquet, facts, first, ranges = target.suffix == ".parquet", _facts(path), 1, []
+    in_parquet, facts, first, ranges = target.suffix == ".parquet", facts_of(path), 1, []
     schema = import_pyarrow().schema([]) if in_parquet else None
     # All rows are read and tokenised before the first is embedded: a job of hours does not fail at its last row.
     for offset, count in [*kind_of(path).ranges(path, AT_ONCE)] or [(0, 0)]:
@@ -96,14 +96,9 @@ def embed_file(
                     raise InputError(f"{path}, row {first + place}: its embedding is not finite. {NOTHING}")
                 write(rows.table(column, schema) if in_parquet else None, vectors)
                 bar.update(count)
-        if _facts(path) != facts:
+        if facts_of(path) != facts:
             raise JobError(f"{path} was written to while it was read. {NOTHING} Start again.")
     return total
-
-
-def _facts(path: Path) -> tuple[int, ...]:
-    facts = path.stat()
-    return facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns  # programs can set back the second alone
 
 
 def _texts(path: Path, rows: Rows, column: str, first: int) -> list[str]:

@@ -8,8 +8,9 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -46,9 +47,10 @@ def text_of(value: Any) -> str | RejectedRow:
 
 
 class Rows:
-    """A range of rows of one file, in memory.
+    """A range of rows of one file, in memory; here one text per line.
 
-    ``column`` is the name of the texts, ``into`` that of the answers, if there will be any.
+    ``column`` is the name of the texts, ``into`` that of the answers, if there will be any. Answers may have several
+    lines: they are written in JSON Lines.
     """
 
     suffix: ClassVar[str] = ".jsonl"  # of output files
@@ -88,7 +90,6 @@ class Rows:
 
     @classmethod
     def read(cls, path: Path, offset: int, rows: int) -> Rows:
-        """Read a range."""
         with path.open("rb") as file:
             _, fields = cls.begin(file)
             file.seek(offset)
@@ -98,7 +99,6 @@ class Rows:
         return len(self.records)
 
     def texts(self, column: str, into: str | None) -> list[str | RejectedRow]:
-        """The text or the rejection of each row."""
         found: list[str | RejectedRow] = []
         for record in self.records:
             try:
@@ -108,7 +108,7 @@ class Rows:
         return found
 
     def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
-        """The text of one record."""
+        return text_of(record.rstrip("\r\n"))
 
     def table(self, column: str, schema: Any = None) -> Any:
         """The rows as an Arrow table, of ``schema`` if it is given."""
@@ -122,7 +122,6 @@ class Rows:
         return pyarrow.table({name: [row.get(name) for row in found] for name in names})
 
     def values(self, record: str, column: str) -> dict[str, Any]:
-        """The fields of one record."""
         return {column: record.rstrip("\r\n")}
 
     def shown(self, row: int) -> str:
@@ -130,7 +129,6 @@ class Rows:
         return self.records[row][: 4 * MOST_SHOWN].decode("utf-8", "replace").rstrip("\r\n")[:MOST_SHOWN]
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
-        """Write the answered rows with their answers."""
         with path.open("wb") as file:
             file.write(self.header(into).encode())
             for record, answer in zip(self.records, answers, strict=True):
@@ -138,11 +136,10 @@ class Rows:
                     file.write(self.answered(record.decode("utf-8"), answer, column, into).encode())
 
     def header(self, into: str) -> str:
-        """The first line of an output file."""
         return ""
 
     def answered(self, record: str, answer: str, column: str, into: str) -> str:
-        """The output line of one record."""
+        return json.dumps({**self.values(record, column), into: answer}, ensure_ascii=False) + "\n"
 
 
 class JsonRows(Rows):
@@ -169,16 +166,6 @@ class JsonRows(Rows):
         return f"{record.rstrip().removesuffix('}')}, {field}}}\n"  # there is a field before it, that of the text
 
 
-class TextRows(Rows):
-    """One text per line; answers may have several, in JSON Lines."""
-
-    def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
-        return text_of(record.rstrip("\r\n"))
-
-    def answered(self, record: str, answer: str, column: str, into: str) -> str:
-        return json.dumps({column: record.rstrip("\r\n"), into: answer}, ensure_ascii=False) + "\n"
-
-
 class CsvRows(Rows):
     """CSV with a header (RFC 4180); a quoted field may hold line ends."""
 
@@ -195,12 +182,9 @@ class CsvRows(Rows):
 
         records = _reader(lines())
         while True:
-            try:
-                next(records)
-            except StopIteration:
-                break
-            except csv.Error:  # the record's rejection says it
-                pass
+            with suppress(csv.Error):  # the record's rejection says it
+                if next(records, None) is None:
+                    return
             yield b"".join(taken)
             taken.clear()
 
@@ -281,10 +265,8 @@ class ParquetRows(Rows):
     def open(path: Path) -> Any:
         """The file, of which only the end is read."""
         pyarrow = import_pyarrow()
-        from pyarrow import parquet
-
         try:
-            return parquet.ParquetFile(path, buffer_size=1 << 20)  # not whole columns at once
+            return pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20)  # not whole columns at once
         except pyarrow.ArrowInvalid as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from error
 
@@ -304,19 +286,15 @@ class ParquetRows(Rows):
         import pyarrow
 
         with cls.open(path) as file:
-            position, chosen = 0, []  # row groups that the range touches, and where they begin
-            for group in range(file.metadata.num_row_groups):
-                size = file.metadata.row_group(group).num_rows
-                if position + size > offset and position < offset + rows:
-                    chosen.append((group, position))
-                position += size
-            pieces = []
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+            ends = [*accumulate(sizes)]
+            touched = [group for group, end in enumerate(ends) if end > offset and end - sizes[group] < offset + rows]
             # Within a group rows can only be read from its first one on: decoding them again is cheap beside answers.
-            position = chosen[0][1] if chosen else 0
-            for batch in file.iter_batches(batch_size=max(rows, 1), row_groups=[group for group, _ in chosen]):
-                pieces.append(batch.slice(max(offset - position, 0), max(offset + rows - max(position, offset), 0)))
-                position += len(batch)
-                if position >= offset + rows:
+            before, pieces = offset - sum(sizes[: touched[0]]) if touched else 0, []
+            for batch in file.iter_batches(batch_size=max(rows, 1), row_groups=touched):
+                pieces.append(batch.slice(max(before, 0), max(rows + min(before, 0), 0)))
+                before -= len(batch)
+                if before + rows <= 0:
                     break
             return cls(pyarrow.Table.from_batches(pieces, schema=file.schema_arrow))
 
@@ -344,29 +322,25 @@ class ParquetRows(Rows):
             return ""
 
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
-        import pyarrow
-        from pyarrow import parquet
-
+        pyarrow = import_pyarrow()
         table = self.content.append_column(into, pyarrow.array(answers, pyarrow.string()))
-        parquet.write_table(table.filter(pyarrow.array([answer is not None for answer in answers])), path)
+        pyarrow.parquet.write_table(table.filter(pyarrow.array([answer is not None for answer in answers])), path)
 
 
 def _check_columns(path: Path, columns: Sequence[str], column: str, into: str | None) -> None:
     if columns.count(column) != 1:
         raise InputError(f"{path} must have one column {column!r}, got {', '.join(columns)}. Give --column.")
     if into in columns:
-        raise InputError(
-            f"{path} must have no column {into!r}, where the answers belong. Give another --output-column."
-        )
+        raise InputError(f"{path} must have no column {into!r}, where the answers go. Give another --output-column.")
 
 
-KINDS: dict[str, type[Rows]] = {
-    ".jsonl": JsonRows,
-    ".ndjson": JsonRows,
-    ".csv": CsvRows,
-    ".parquet": ParquetRows,
-    ".txt": TextRows,
-}
+KINDS = {".jsonl": JsonRows, ".ndjson": JsonRows, ".csv": CsvRows, ".parquet": ParquetRows, ".txt": Rows}
+
+
+def facts_of(path: Path) -> tuple[int, ...]:
+    """Size, and times of content and inode, by which a change is noticed."""
+    facts = path.stat()
+    return facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns  # programs can set back the second alone
 
 
 def kind_of(path: Path) -> type[Rows]:

@@ -19,6 +19,7 @@ from t5accel.errors import InputError, JobError, T5AccelError, first_line
 from t5accel.models.prefixes import Languages
 from t5accel.serve.batch.formats import RejectedRow
 from t5accel.serve.batch.output import RESUME
+from t5accel.serve.request import padded
 from t5accel.tokenization import decode, tokenize
 
 CHARACTERS = 100_000  # of the texts that are tokenised together, padding counted
@@ -42,15 +43,6 @@ def batches(lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
         rows = max(1, most_tokens // max(1, lengths[order[first]]))
         yield order[first : first + rows]
         first += rows
-
-
-def padded(sources: Sequence[np.ndarray], pad_token_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """``input_ids`` and ``attention_mask``, both (B, S) int64, of B sources without padding."""
-    lengths = np.array([*map(len, sources)])
-    mask = np.arange(lengths.max()) < lengths[:, None]
-    ids = np.full(mask.shape, pad_token_id, dtype=np.int64)
-    ids[mask] = np.concatenate(sources)
-    return ids, mask.astype(np.int64)
 
 
 class BatchGenerator:

@@ -25,7 +25,7 @@ from t5accel.graphs.manifest import describe_file
 from t5accel.models.load import BUNDLED, require_tokenizer
 from t5accel.models.prefixes import prefix_hint, prefixes_of
 from t5accel.precision.recipes import as_recipe, recipe_from_json
-from t5accel.serve.batch.formats import KINDS, RejectedRow, kind_of, read_range
+from t5accel.serve.batch.formats import KINDS, RejectedRow, facts_of, kind_of, read_range
 from t5accel.serve.batch.generate import Answer, BatchGenerator
 from t5accel.serve.batch.output import REJECTS, Output, ShardRecord, ShardStats, some
 
@@ -69,22 +69,20 @@ class Source:
     name: str  # the path relative to the input
     path: Path
     sha256: str
-    size_bytes: int
-    changed_ns: tuple[int, int]  # of content and inode: programs can set back the first alone
+    facts: tuple[int, ...]
 
     @classmethod
     def of(cls, name: str, path: Path) -> Source:
-        """The file as it is now."""
-        facts = path.stat()
-        return cls(name, path, describe_file(path)["sha256"], facts.st_size, (facts.st_mtime_ns, facts.st_ctime_ns))
+        facts = facts_of(path)  # before the hash: what changes meanwhile is noticed
+        return cls(name, path, describe_file(path)["sha256"], facts)
 
     def check(self) -> None:
         """Raise ``JobError`` if the file is gone or was written to."""
         try:
-            facts = self.path.stat()
+            facts = facts_of(self.path)
         except OSError as error:
             raise JobError(f"{self.path} cannot be read: {error.strerror}. What is done is kept.") from error
-        if (facts.st_size, (facts.st_mtime_ns, facts.st_ctime_ns)) != (self.size_bytes, self.changed_ns):
+        if facts != self.facts:
             raise JobError(
                 f"{self.path} was written to since the job began. What is done is kept, and the same command goes on "
                 "if its content is the same."
@@ -103,12 +101,10 @@ class Shard:
 
     @property
     def output(self) -> str:
-        """Name of the output file."""
         return f"part-{self.index:06}{kind_of(self.source.path).suffix}"
 
     @property
     def rejects(self) -> str:
-        """Name of the file of rejected rows."""
         return f"{REJECTS}/part-{self.index:06}.jsonl"
 
 
@@ -128,9 +124,7 @@ class Model:
     def open(self, settings: Settings) -> tuple[BatchGenerator, dict[str, str]]:
         """Return the generator, and the model's identity in a manifest."""
         if self.precision is not None and as_recipe(self.precision).dtype == "bfloat16":
-            raise InputError(
-                f"precision must be fp32, fp16, int8 or int4, got {self.precision!r}, which runs in torch."
-            )
+            raise InputError(f"precision must be fp32, fp16, int8 or int4, got {self.precision}, which runs in torch.")
         require_tokenizer(self.name)
         backend, tokenizer, _ = open_backend(self.name, precision=self.precision, threads=self.threads)
         own = ("column", "prefix", "output_column", "shard_rows")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import os
@@ -70,7 +69,7 @@ class Output:
     """The output folder of a job, made if missing."""
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # for processes that work elsewhere
         self._manifest: bytes | None = None
 
     @contextmanager
@@ -83,18 +82,14 @@ class Output:
             if path.exists() and not path.is_file():  # to open a pipe is to wait for its reader
                 raise FileExistsError(errno.EEXIST, f"{LOCK} is no regular file")
             path.open("a").close()  # where no file can be made, the lock would try for ever
-            lock = FileLock(path)
-            lock.acquire(timeout=0)
+            lock = FileLock(path).acquire(timeout=0)
         except Timeout as error:
-            raise InputError(
-                f"Another job is writing to {self.folder}. Wait for it, or give another folder."
-            ) from error
+            message = f"Another job is writing to {self.folder}. Wait for it, or give another folder."
+            raise InputError(message) from error
         except (OSError, NotImplementedError) as error:
             raise JobError(f"{self.folder} cannot be written to: {reason(error)}.") from error
-        try:
+        with lock:
             yield
-        finally:
-            lock.release()
 
     def begin(self, manifest: Mapping[str, Any]) -> None:
         """Begin or resume a job; delete partial files of a killed process.
@@ -105,8 +100,7 @@ class Output:
         try:
             there = _read(path)
             wanted = json.loads(json.dumps(manifest))
-            found = wanted if there is None else json.loads(there)
-            differ = [] if found == wanted else _differences(found, wanted)
+            differ = [] if there is None else _differences(json.loads(there), wanted)
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path} is no manifest of a job ({error}). Give another folder.") from error
         if differ:
@@ -141,7 +135,6 @@ class Output:
         return found, lost
 
     def record(self, made: ShardRecord) -> None:
-        """Record a finished shard."""
         # No flush to disk: a shard whose line is lost is done again.
         try:
             with (self.folder / DONE).open("a", encoding="utf-8", newline="\n") as file:
@@ -170,12 +163,6 @@ class Output:
                 f"{self.folder} is not the job's folder any more: its {MANIFEST} was removed or altered. Start the "
                 "same command again."
             )
-
-    def absolute(self) -> Output:
-        """The same with an absolute path, for processes that work elsewhere."""
-        output = copy.copy(self)
-        output.folder = self.folder.absolute()
-        return output
 
     def put(self, name: str, write: Callable[[Path], Any]) -> dict[str, Any]:
         """Write a file atomically, by ``write(temporary path)``; return its hash and size.
