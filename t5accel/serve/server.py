@@ -43,6 +43,7 @@ PIECES, PIECE = 512, 512  # pieces that any body may have, and bytes for each on
 THREADS_PER_CORE = 4
 # Python lets a busy thread go on for 5 ms before another may run; for the engine these are steps of a small model.
 SWITCH_S = 0.0005
+ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"  # nothing to a client that reads, a reset from one that has gone
 
 
 def _raw(error: HTTPError) -> bytes:
@@ -84,6 +85,8 @@ class TimeoutH11Protocol(H11Protocol):
     idle: dict[TimeoutH11Protocol, None]  # of all connections of one server, the longest idle first
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
+    _gone: asyncio.TimerHandle | None = None
+    _has_ended = False  # the client sends no more
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -119,7 +122,8 @@ class TimeoutH11Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self.idle.pop(self, None)  # idle since now
-        self._note()
+        if self._note() and self._has_ended:
+            self.transport.close()
 
     def _note(self) -> bool:
         """Update and return whether the connection is idle."""
@@ -130,9 +134,28 @@ class TimeoutH11Protocol(H11Protocol):
             self.idle.setdefault(self)
         return is_idle
 
+    def eof_received(self) -> bool:
+        """Return whether the connection stays open for a response."""
+        # A half-closed client may still read; one that has gone resets the connection when anything is sent.
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self.scope["http_version"] != "1.1":
+            return False
+        self._has_ended = True
+        if not cycle.response_started:
+            self.transport.write(ARE_YOU_THERE)
+            self._look(0.05)
+        return True
+
+    def _look(self, after_s: float) -> None:
+        # Nothing is read from a half-closed connection, so its error has to be polled.
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif not self.cycle.response_started:
+            self._gone = self.loop.call_later(after_s, self._look, min(2 * after_s, 1.0))
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.idle.pop(self, None)
-        for timer in (self._late, self._unread):
+        for timer in (self._late, self._unread, self._gone):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)  # which resumes writing

@@ -944,10 +944,12 @@ def small(folder: Path) -> Iterator[Process]:
 READY = b"GET /health/ready HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
-def reply(server: Process, content: bytes) -> bytes:
-    """All that comes back until the server closes the connection."""
+def reply(server: Process, content: bytes, *, ends: bool = False) -> bytes:
+    """All that comes back until the server closes the connection; with ``ends`` the client half-closes it."""
     with server.socket() as connection:
         connection.sendall(content)
+        if ends:
+            connection.shutdown(socket.SHUT_WR)
         found = b""
         while chunk := connection.recv(65536):
             found += chunk
@@ -1044,6 +1046,16 @@ def test_a_body_in_many_pieces_is_cut_off(server: Process) -> None:
     body = json.dumps(dict(text=TEXT)).encode()
     pieces = b"".join(b"1\r\n%c\r\n" % letter for letter in body) + b"0\r\n\r\n"
     assert b"fatigu" in reply(server, head("transfer-encoding: chunked", "connection: close") + pieces)
+
+
+def test_half_closed_clients_get_responses(server: Process) -> None:
+    server.idle()
+    answer = reply(server, request(dict(text=TEXT, max_new_tokens=400, min_new_tokens=400)), ends=True)
+    first, _, rest = answer.partition(b"\r\n\r\n")
+    assert first == b"HTTP/1.1 100 Continue" and rest.startswith(b"HTTP/1.1 200") and b"fatigu" in rest
+    assert reply(server, READY * 3, ends=True).count(b"HTTP/1.1 200") == 3
+    assert reply(server, request(dict(text=TEXT, stream=True)), ends=True).count(b"data: ") >= 1
+    assert reply(server, b"GET /health", ends=True) == b""
 
 
 def test_contradicting_lengths_end_the_connection(server: Process) -> None:
