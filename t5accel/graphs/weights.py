@@ -51,7 +51,8 @@ class T5Weights:
         """The weight of that name; raises ``NotT5Error`` if the model lacks it."""
         if name not in self.arrays:
             raise NotT5Error(
-                f"The model must have the weight {name or 'of its biases by distance, in the first layer'}: unwrap the model, merge its adapters, or load it without quantisation."
+                f"The model must have the weight {name or 'of biases by distance in layer 0'}: unwrap the model, "
+                "merge its adapters, or load it without quantisation."
             )
         self.read.add(name)
         return self.arrays[name]

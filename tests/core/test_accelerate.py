@@ -59,6 +59,21 @@ def test_the_tokenizer_given_is_kept(tiny_t5, mini) -> None:
     assert accelerated.tokenizer(TEXT).input_ids == mini[1](TEXT).input_ids
 
 
+@pytest.mark.parametrize("name", ["generate", "_get_logits_processor"])
+def test_other_methods_of_generation_are_refused(tiny_t5, name: str) -> None:
+    for change in ("class", "object"):
+        model = copy.deepcopy(tiny_t5())
+        own = getattr(model, name)
+        if change == "class":
+            model.__class__ = type(
+                "Mine", (type(model),), {name: lambda self, *args, own=own, **others: own(*args, **others)}
+            )
+        else:
+            setattr(model, name, lambda *args, own=own, **others: own(*args, **others))
+        with pytest.raises(InputError, match=rf"\.{name} must be transformers' own"):
+            accelerate(model, progress=False)
+
+
 def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     refused(accelerate, "model", None, 7, torch.ones(2), {"a": 1}, match="^model (is|must be)")
     refused(partial(accelerate, progress=False), "model", torch.nn.Linear(2, 2), match="", error=NotT5Error)

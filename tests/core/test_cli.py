@@ -193,7 +193,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_it_is_exported(tmp_path, 
 
 @pytest.mark.parametrize("options", [(), ("--stream",)])
 def test_lines_of_standard_input_are_answered_one_by_one(answer, options):
-    given = f"{TEXT}\n\n  \r\n{TEXT}".encode()
+    given = f"\ufeff{TEXT}\n\n  \r\n{TEXT}".encode()  # as some editors begin a file
     result = CliRunner().invoke(app, ["run", "-", *options], input=given)
     assert (result.exit_code, result.stdout) == (0, f"{answer}\n\n\n{answer}\n")
     assert said(result)[-1].startswith("(4 texts, 10 tokens in ")

@@ -524,6 +524,23 @@ def test_published_sizes(size: str) -> None:
     assert tokenizer is None and round(model.num_parameters() / 1e6, 1) == millions[size]
 
 
+def test_a_resized_model_can_be_opened(tmp_path: Path) -> None:
+    model = copy.deepcopy(lively("marian"))
+    size = model.config.vocab_size + 30
+    model.resize_token_embeddings(size)  # transformers 5 leaves the head's `out_features` as they were
+    export_model(model, tmp_path / "export")
+    assert OrtStatic(tmp_path / "export", settings=ONE_THREAD).vocab_size == size
+
+
+def test_padding_inside_a_prefix_of_an_m2m100_is_refused() -> None:
+    model = lively("m2m_100")
+    ours, ids = accelerate(model, progress=False), torch.tensor([[5, 6, 7]])
+    pad, start = model.config.pad_token_id, model.config.decoder_start_token_id
+    for ask in (ours, ours.generate):
+        with pytest.raises(InputError, match="no padding before other tokens"):
+            ask(input_ids=ids, attention_mask=torch.ones_like(ids), decoder_input_ids=torch.tensor([[start, pad, 8]]))
+
+
 def test_other_families_are_refused_by_a_list_of_ours(tmp_path: Path) -> None:
     whisper = transformers.WhisperConfig(
         d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=1, decoder_attention_heads=1,

@@ -173,6 +173,7 @@ MODES: dict[str, dict[str, Any]] = {
     "logits_processor": dict(logits_processor=[Favour()], num_beams=2),
     "stopping_criteria": dict(stopping_criteria=[lambda ids, scores, **_: ids[:, -1] % 4 == 0]),
     "allowed tokens": dict(prefix_allowed_tokens_fn=lambda row, ids: list(range(3 + row, 200)), num_beams=2),
+    "without an end": dict(eos_token_id=[], repetition_penalty=1.7),
     "no cache": dict(use_cache=False),
     "beams without a cache": dict(use_cache=False, num_beams=3),
 }
@@ -189,6 +190,16 @@ def test_each_mode(each_pair, batch, mode: str) -> None:
     expected = check(own, ours, batch, **SHORT, **MODES[mode])
     plain = reference(own, batch, **SHORT)
     assert torch.equal(expected, plain) == (mode in SAME_AS_GREEDY), "a mode should change something here"
+
+
+def test_greedy_search_without_an_end_and_a_stored_kind_of_cache(pair, batch) -> None:
+    own, _ = pair
+    stored = copy.deepcopy(own.generation_config)
+    stored.cache_implementation, stored.return_legacy_cache, stored.prefill_chunk_size = "static", True, 4
+    ours = AcceleratedT5(TorchEager(own), own.config, stored)
+    check(own, ours, batch, max_new_tokens=8, eos_token_id=[])
+    with pytest.raises(InputError, match="return_dict must be left out"):
+        ours.generate(**batch, return_dict=False)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -557,6 +557,32 @@ def test_a_wrapped_model_is_refused_by_where_the_model_is(tiny_t5, tmp_path: Pat
             door(wrap(tiny_t5()), tmp_path)
 
 
+def changed(model: Any, what: str) -> Any:
+    model = copy.deepcopy(model)
+    if what == "distances":
+        model.config.relative_attention_max_distance = 30
+    elif what == "head":
+        model.lm_head = torch.nn.Sequential(model.lm_head)
+    elif what == "feed-forward":
+        model.encoder.block[0].layer[1] = torch.nn.Identity()
+    else:
+        model.encoder.block = model.encoder.block[1:]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("distances", "relative_attention_max_distance must be 128, as the model was built, got 30"),
+        ("head", "must have the modules of transformers' T5"), ("feed-forward", "must have the modules of"),
+        ("first layer", "must have the weight of biases by distance in layer 0"),
+    ],
+)  # fmt: skip
+def test_a_changed_model_is_refused_by_what_is_missing(tiny_t5, tmp_path: Path, what: str, said: str) -> None:
+    with pytest.raises((InputError, NotT5Error), match=said):
+        export_model(changed(tiny_t5(), what), tmp_path / "export")
+
+
 @pytest.mark.parametrize("junk", [None, 5, b"mini", ["mini"], {}, transformers.T5Config(), TorchEager], ids=str)
 def test_what_is_no_model_is_refused_by_its_class_alone(tmp_path: Path, junk: Any) -> None:
     for door in DOORS_FOR_OBJECTS.values():
