@@ -135,7 +135,7 @@ def advise(
         try:
             limits[name.strip()] = float(value)
         except ValueError as error:
-            raise InputError(f"--max-loss is {text!r}; give a score and a number, as in bleu=0.5.") from error
+            raise InputError(f"--max-loss must be a score and a number, as in bleu=0.5, got {text!r}.") from error
     need = Need(
         model=model, task=task, matters=matters, batch=batch, beams=beams, source_tokens=source_tokens,
         new_tokens=new_tokens, max_loss=limits, device=device.value, threads=threads,

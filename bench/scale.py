@@ -120,8 +120,8 @@ def simulate(
     for name, count in (("replicas", replicas), ("looked_at", looked_at), ("pace.rows", pace.rows)):
         as_count(count, name, at_least=1)
     if not (rate_per_s > 0 and seconds > 0 and pace.step_s > 0 and tokens and min(tokens) > 0):
-        given = f"rate_per_s {rate_per_s}, seconds {seconds}, step_s {pace.step_s}, tokens {tokens!r:.60}"
-        raise InputError(f"{given}: give numbers above 0.")
+        given = f"{rate_per_s}, {seconds}, {pace.step_s} and {tokens!r:.60}"
+        raise InputError(f"rate_per_s, seconds, pace.step_s and tokens must be numbers above 0, got {given}.")
     rng, environment, outcome = random.Random(seed), simpy.Environment(), Outcome()
 
     def send(job: _Job) -> None:

@@ -33,7 +33,7 @@ def rescaled(model: PreTrainedModel, factor: float = 256.0) -> PreTrainedModel:
     import torch
 
     if not is_number(factor) or not 0 < factor < math.inf:
-        raise InputError(f"factor is {factor!r}; give a number above 0, best a power of two.")
+        raise InputError(f"factor must be a number above 0, best a power of two, got {factor!r}.")
     dims = T5Dims.of(model)
     larger = copy.deepcopy(model)
     ends = (".o.weight", ".wo.weight", "embed_tokens.weight")

@@ -58,7 +58,7 @@ class Pruning:
     def __post_init__(self) -> None:
         for kind in KINDS:
             if not 0 <= getattr(self, kind) < 1:
-                raise InputError(f"{kind} is {getattr(self, kind)!r}; give 0 to below 1.")
+                raise InputError(f"{kind} must be 0 to below 1, got {getattr(self, kind)!r}.")
 
 
 def attach(model: PreTrainedModel, pruning: Pruning) -> dict[str, list[Mask]]:

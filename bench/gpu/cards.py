@@ -38,7 +38,7 @@ def slug(name: str) -> str:
     kept = [word for word in words if not _DROPPED.fullmatch(word)] or words
     found = re.sub(r"[^a-z0-9]+", "-", " ".join(kept)).strip("-")
     if not found:
-        raise InputError(f"The GPU's name is {name!r}; give the name that torch reports, such as 'NVIDIA H200'.")
+        raise InputError(f"The GPU's name must be that which torch reports, such as 'NVIDIA H200', got {name!r}.")
     return found
 
 

@@ -73,7 +73,7 @@ def run_suite(
         DeviceLostError: nothing more can be done in this process.
     """
     if not minutes > 0:
-        raise InputError(f"minutes is {minutes!r}; give more than 0.")
+        raise InputError(f"minutes must be more than 0, got {minutes!r}.")
     if device == "cuda" and not torch.cuda.is_available():
         raise MissingPackageError("This suite needs a GPU and a torch that sees it, and there is none here.")
     if cells is None:

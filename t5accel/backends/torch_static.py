@@ -99,7 +99,7 @@ class TorchStatic:
             raise InputError(f"buckets must be ascending lengths, got {buckets!r}.")
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         if self.graphs and self.device.type != "cuda":
-            raise InputError(f"graphs=True needs a model on a GPU, and this one is on {self.device}: leave it out.")
+            raise InputError(f"The model must be on a GPU with graphs=True, got one on {self.device}. Leave it out.")
         self._longest_source = math.inf
         if (table := self.decoder.encoder.positions) is not None:
             self._longest_source = len(table) - self.decoder.encoder.first

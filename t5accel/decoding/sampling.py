@@ -172,7 +172,7 @@ def sample(
     """
     names = [field.name for field in fields(SamplingParams)]
     if unknown := options.keys() - {*names}:
-        raise InputError(f"sample has no option {', '.join(sorted(unknown))}. Options of sampling: {', '.join(names)}.")
+        raise InputError(f"Options of sampling must be of {', '.join(names)}, got {', '.join(sorted(unknown))}.")
     if sampling is not None and (options or not isinstance(sampling, SamplingParams)):
         raise InputError(f"sampling must be a SamplingParams, without its options beside it, got {sampling!r}.")
     sampling = sampling or SamplingParams(**options)

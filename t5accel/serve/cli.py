@@ -94,8 +94,8 @@ def serve(context: typer.Context) -> None:
     try:
         settings = settings_class(**context.obj)
     except ValidationError as error:
-        found = error.errors()[0]
-        raise InputError(f"{found['loc'][0]} is {found['input']!r:.80}: {found['msg']}.") from error
+        (name, *_), message, value = (error.errors()[0][key] for key in ("loc", "msg", "input"))
+        raise InputError(f"{name} {message.replace('Input should', 'must', 1)}, got {value!r:.80}.") from error
     (ray_router if settings.engine == Engine.ray else server).serve(settings)
 
 
@@ -153,8 +153,8 @@ def batch(
     from t5accel.serve.ray_batch import on_ray
 
     of_ray = {name: value for name, value in (("address", address), ("stuck_s", stuck_s)) if value is not None}
-    for name in of_ray if engine == Engine.local else ():
-        raise InputError(f"{name} is for engine ray, and the engine is local. Give --engine ray, or leave it out.")
+    for name, value in of_ray.items() if engine == Engine.local else ():
+        raise InputError(f"{name} must be unset with engine local, got {value!r}. Give --engine ray, or omit it.")
     if (out is None) == (folder is None):
         raise InputError("batch needs one folder for the answers. Give --out FOLDER.")
     out = out or folder

@@ -119,7 +119,7 @@ class EmbeddingService(TextService):
         texts = self.texts_with(self.settings.prefix, asked.input, "input")
         most, longest = CHARACTERS * self._most, max(map(len, texts))
         if longest > most:
-            raise _too_long(f"A text has {longest} characters, and {most} are allowed")
+            raise _too_long(f"A text must have at most {most} characters, got {longest}")
         self._require_place(len(texts))
         sources = [await self.in_worker(self._tokens, text, size=longest * len(texts)) for text in texts]
         self._require_place(len(texts))
@@ -155,7 +155,7 @@ class EmbeddingService(TextService):
         if not self.is_open:
             raise ShuttingDownError("The server is shutting down and takes no more requests.")
         if texts > most:
-            raise InputError(f"The request counts as {texts} texts, and {most} may wait. Send it in parts.")
+            raise InputError(f"The request must count as at most {most} texts, got {texts}. Send it in parts.")
         if self.waiting + texts > most:
             retry = min(max(1, math.ceil(self.waiting / self._texts_per_s)), LONGEST_RETRY_S)
             raise QueueFullError(f"{self.waiting} texts are waiting and {most} may: try again in {retry} s.", retry)
@@ -163,7 +163,7 @@ class EmbeddingService(TextService):
     def _tokens(self, text: str) -> np.ndarray:
         ids, mask = tokenize(self.tokenizer, [text])
         if (length := int(mask.sum())) > self._most:
-            raise _too_long(f"A text has {length} tokens, and {self._most} are allowed")
+            raise _too_long(f"A text must have at most {self._most} tokens, got {length}")
         ids, mask = self.encoder.checked(ids, mask)
         return ids[mask == 1]
 

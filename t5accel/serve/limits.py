@@ -81,7 +81,7 @@ class SchedulerLimits:
             ("tokens", queued, tokens, most_tokens),
         ):
             if more > most:
-                raise InputError(f"The request counts as {more} {what}, and {most} may wait. Send it in parts.")
+                raise InputError(f"The request must count as at most {most} {what}, got {more}. Send it in parts.")
             if now + more > most:
                 retry = retry_s()
                 raise QueueFullError(f"{now} {what} are waiting and {most} may: try again in {retry} s.", retry)

@@ -253,11 +253,11 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
         log.warning("no API key is set: every machine that reaches host %s may send requests", settings.host)
     for task, names in OF_TASK.items():
         for name in names:
-            if task != settings.task and getattr(settings, name) != Settings.model_fields[name].default:
-                raise InputError(f"{name} is for task {task}, and the task is {settings.task}. Leave it out.")
+            if task != settings.task and (value := getattr(settings, name)) != Settings.model_fields[name].default:
+                raise InputError(f"{name} must be unset with task {settings.task}, got {value!r:.80}. Leave it out.")
     for name in ("address", "replicas", "replicas_min"):
-        if settings.engine != "ray" and getattr(settings, name) != Settings.model_fields[name].default:
-            raise InputError(f"{name} is for engine ray, and the engine is local. Give --engine ray, or leave it out.")
+        if settings.engine != "ray" and (value := getattr(settings, name)) != Settings.model_fields[name].default:
+            raise InputError(f"{name} must be unset with engine local, got {value!r}. Give --engine ray, or omit it.")
     if settings.task == "generate":
         recipe = as_recipe(settings.precision or "fp32")
         needs_unbatched_encoding(recipe)
@@ -272,7 +272,7 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
         if settings.engine != "local":
             raise InputError(f"engine must be local on cuda, got {settings.engine!r}. Leave --engine out.")
         if "encoder_cache_mb" in settings.model_fields_set:
-            raise InputError("encoder_cache_mb is for device cpu: on cuda sources are encoded anew. Leave it out.")
+            raise InputError(f"encoder_cache_mb must be unset on cuda (no cache), got {settings.encoder_cache_mb}.")
     cores = cpu_threads()
     if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
         raise InputError(

@@ -94,7 +94,7 @@ class Service(TextService):
         most = CHARACTERS * self.limits.source_tokens
         longest = max(map(len, texts))
         if longest > most and not asked.truncate:
-            raise _too_long(f"A text has {longest} characters, and {most} are allowed")
+            raise _too_long(f"A text must have at most {most} characters, got {longest}")
         # With a source of one token, the shortest possible, all other mistakes show.
         least = asked.to_request([0], self.settings.deadline_s, self.rules, stops, **first)
         self.scheduler.require_place(least, len(texts))
@@ -117,7 +117,7 @@ class Service(TextService):
         if len(tokens) <= most:
             return tokens
         if not truncate:
-            raise _too_long(f"A source has {len(tokens)} tokens, and {most} are allowed")
+            raise _too_long(f"A source must have at most {most} tokens, got {len(tokens)}")
         end = self.backend.eos_token_id
         closing = tokens[-2:] if tokens[-2] == end != tokens[-1] else [end]  # in mBART the language stands behind it
         return [*tokens[: max(most - len(closing), 0)], *closing]

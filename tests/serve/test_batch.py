@@ -415,7 +415,7 @@ def test_bad_inputs_outputs_and_settings_are_refused(tmp_path: Path, monkeypatch
     (tmp_path / "a.parquet").write_text("no table")
     (tmp_path / "a.doc").write_text("x")
     for where, sentence in (
-        ("nowhere", "no file, no folder"), ("a.doc", "must be one of .jsonl"),
+        ("nowhere", "must be a file, a folder"), ("a.doc", "must be one of .jsonl"),
         ("a.csv", "one column 'text', got id, answer"), ("b.csv", "no column 'answer'"), ("a.parquet", "as Parquet"),
         (".", "must not lie in ., which is read"),
     ):  # fmt: skip
@@ -456,7 +456,7 @@ def test_damaged_manifests_are_refused(tmp_path: Path) -> None:
 def test_pipes_do_not_block_a_job(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}])
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(InputError, match="no file, no folder"):
+    with pytest.raises(InputError, match="must be a file, a folder"):
         run(tmp_path / "pipe.jsonl", tmp_path / "out")
     for name, sentence in (
         ("_manifest.json", "is no manifest of a job"), (".lock", ".lock is no regular file"),

@@ -117,10 +117,10 @@ def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(tmp_path
         ([*batch, *model, "--engine", "ray"], install("ray")),
         ([*batch, *model, "--engine", "ray", "--stuck-s", "0"], "--stuck-s must be seconds above 0"),
         ([*batch, *model, "--engine", "ray", "--stuck-s", "nan"], "--stuck-s must be seconds above 0"),
-        ([*batch, *model, "--address", "here:1"], "--address is for engine ray, and the engine is local"),
-        ([*batch, *model, "--stuck-s", "5"], "--stuck-s is for engine ray, and the engine is local"),
+        ([*batch, *model, "--address", "here:1"], "--address must be unset with engine local"),
+        ([*batch, *model, "--stuck-s", "5"], "--stuck-s must be unset with engine local"),
         (["serve", *model, "--engine", "ray", "--port", "0"], install("ray")),
-        (["serve", *model, "--address", "here:1"], "--address is for engine ray, and the engine is local"),
+        (["serve", *model, "--address", "here:1"], "--address must be unset with engine local"),
         (["serve", *model, "--engine", "ray", "--replicas-min", "3"], "must be at most replicas, 2, got 3"),
         (["serve", *model, "--engine", "spark"], "spark"),
     ):

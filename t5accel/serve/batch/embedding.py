@@ -30,7 +30,7 @@ def check_files(given: str | os.PathLike[str], out: str | os.PathLike[str], colu
     path, target = Path(given), Path(out)
     kind = kind_of(path)
     if not path.is_file():  # to open a pipe is to wait for its writer
-        raise InputError(f"{path} is no file.")
+        raise InputError(f"The input must be a file, got {path}.")
     kind.check(path, column, None)
     if target.suffix not in (".npy", ".parquet") or target.is_dir() or target.resolve() == path.resolve():
         raise InputError(f"{target} must be a file of its own, .npy or .parquet.")

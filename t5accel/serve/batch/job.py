@@ -162,7 +162,7 @@ def sources(given: str, out: Path) -> list[Source]:
         paths = [path for path in paths if out.resolve() not in path.resolve().parents] or paths  # its own answers
         base = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
     if not paths:
-        raise InputError(f"{given} is no file, no folder with files of {', '.join(KINDS)}, and no pattern of such.")
+        raise InputError(f"The input must be a file, a folder or a pattern of {', '.join(KINDS)}, got {given}.")
     for path in paths:
         kind_of(path)
         if out.resolve() in path.resolve().parents:
