@@ -173,7 +173,7 @@ class OrtCaptured(OrtPointers):
         self._bind(binding, fixed.inputs, fixed.outputs)
         if self._stream is not None:
             options.add_run_config_entry("gpu_graph_id", str(len(self.fixed)))
-            # The host shall queue the next step, not wait for this one. (Releases before mid-2026 wait all the same.)
+            # The host must queue the next step, not wait for this one. (Releases before mid-2026 wait all the same.)
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
             for _ in range(2):  # the first run is for warming up
                 self._captured.run_with_iobinding(binding, options)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FEWEST, MOST = 2, 4  # ways at a time
 MAX_SOURCE_TOKENS, MAX_NEW_TOKENS = 512, 128
-MAX_WAITING = 64  # who comes later is told so
+MAX_WAITING = 64  # later visitors get an error
 SHOWN_EVERY_S = 0.05
 RUNS, LONG_S = 3, 10.0  # figures are medians of so many runs, unless the first one takes so long
 ADDRESS, PORT = "127.0.0.1", 7860
@@ -207,7 +207,7 @@ def _box(task: Task, place: int) -> dict[str, Any]:
 
 
 def _lanes(gradio: Any, known: Sequence[str], ways: Sequence[str], found: dict[str, tuple[str, str]]) -> list[Any]:
-    """What the places for answers show: those of the ways in their order, and nothing in what is left."""
+    """Contents of the answer boxes, in the order of the systems."""
     shown = [label for label in known if label in ways]
     updates = []
     for place in range(MOST):

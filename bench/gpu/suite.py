@@ -32,7 +32,7 @@ from t5accel.errors import InputError, MissingPackageError, T5AccelError
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table
-SUITE = 3  # rows of another one are not gone on with
+SUITE = 3  # rows of another suite are measured again
 NOT_BACK = "it has not come back: the process ended here"
 CONDITIONS = ("suite", "device", "machine.gpu.name", "versions.torch", "versions.transformers")  # of all rows of a file
 
