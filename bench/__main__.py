@@ -296,7 +296,7 @@ def triton(
     ] = ExportPrecision.FP32,
     name: Annotated[str | None, typer.Option(help="The model's name in Triton. Default: --model.")] = None,
     version: Annotated[int, typer.Option(help="The version to write or replace; the others stay.")] = 1,
-    rows: Annotated[int, typer.Option(help="The most rows of a batch.")] = 32,
+    rows: Annotated[int, typer.Option("--max-batch-rows", help="The most rows of a batch.")] = 32,
     window_ms: Annotated[float, typer.Option(help="Milliseconds for which Triton collects a batch.")] = 20.0,
     instances: Annotated[int, typer.Option(help="Processes that each hold the model.")] = 1,
     threads: Annotated[

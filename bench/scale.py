@@ -153,7 +153,7 @@ def simulate(
 # Prices and failures are assumptions of November 2026: round numbers, in the range of what clouds ask.
 STORAGE = 0.023  # dollars a month for 10^9 stored bytes
 BYTES_PER_TOKEN = 4  # of English in a vocabulary of 32,000, where random weights have no text
-SHARD_ROWS = 2000  # of a job this large: `serve.batch.job.Settings` has smaller ones, for machines that fail often
+SHARD_ROWS = 2000  # of a job this large: `serve.batch.job.JobSettings` has smaller ones, for machines that fail often
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from bench.demo.at_home import AtHome
-from bench.demo.race import LoadedSystem, Progress, Task, difference, interleave, load_system, menu, ways_of
+from bench.demo.at_home import BlockExternalResources
+from bench.demo.race import LoadedSystem, Progress, Task, difference, example_tasks, interleave, load_system, ways_of
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ _ALONE: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=1, concu
 
 def _writers(gradio: Any, model: str, own_model: bool) -> None:
     """Fields, buttons and lanes."""
-    tasks = {task.label: task for task in menu()}
+    tasks = {task.label: task for task in example_tasks()}
     first = next(iter(tasks.values()))
     known = list(ways_of(model))
     # A menu that changes while somebody clicks turns the click into an error: so all labels are always there.
@@ -240,8 +240,8 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
         _, url, public = page.launch(
             server_name=ADDRESS, server_port=port, share=share, prevent_thread_lock=True, ssr_mode=False,
             run_history=False, enable_monitoring=False, footer_links=[], theme=theme,
-            max_file_size=1,  # `AtHome` refuses files; should another release find a new way for them, they are empty
-            app_kwargs={"middleware": [Middleware(AtHome)]},
+            max_file_size=1,  # `BlockExternalResources` refuses files; by a new way they would be empty
+            app_kwargs={"middleware": [Middleware(BlockExternalResources)]},
         )  # fmt: skip
     if block:
         page.block_thread()

@@ -123,7 +123,7 @@ class EncoderLatency:
         """Estimate for one source of this length; infinity before the first measurement."""
         return self._per_token.get(length_bucket(length), math.inf) * length
 
-    def learn(self, length: int, sources: int, seconds: float) -> None:
+    def update(self, length: int, sources: int, seconds: float) -> None:
         """Record the time of one encoder call."""
         new, key = seconds / (length * sources), length_bucket(length)
         old = self._per_token.get(key, new)

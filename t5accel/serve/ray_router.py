@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from t5accel.errors import ClusterError, DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
-from t5accel.serve.batch.job import Model
+from t5accel.serve.batch.job import ModelSource
 from t5accel.serve.middleware import HEALTH, HTTPError, RequestLimits, error_response
 from t5accel.serve.monitoring import Metrics, configure, log
 from t5accel.serve.ray_batch import connected, workers_for
@@ -231,7 +231,7 @@ def serve(settings: Settings) -> None:
     threads, least, most = settings.threads or 1, settings.replicas_min, settings.replicas
     if least > most:
         raise InputError(f"replicas_min must be at most replicas, {most}, got {least}. Raise --replicas.")
-    settings = settings.model_copy(update={"model": Model(settings.model).absolute().name, "threads": threads})
+    settings = settings.model_copy(update={"model": ModelSource(settings.model).absolute().name, "threads": threads})
     sockets = bound(settings)
     create_app(settings).state.service.close()  # raises here what replicas would raise, and makes the export
     name = f"t5accel-{socket.gethostname()}-{settings.port or os.getpid()}"

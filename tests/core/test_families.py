@@ -233,9 +233,9 @@ FLIPPED: dict[str, Callable[[Family], Any]] = {
     "norm_first": lambda family: not family.norm_first,
     "norm_embedding": lambda family: not family.norm_embedding,
     "position_offset": lambda family: family.position_offset + 1,
-    "skips_padding": lambda family: not family.skips_padding,
+    "positions_skip_padding": lambda family: not family.positions_skip_padding,
     "biases": lambda family: False,
-    "scales_attention": lambda family: False,
+    "has_scaled_attention": lambda family: False,
     "scales_embedding": lambda family: False,
     "head_bias": lambda family: False,
 }

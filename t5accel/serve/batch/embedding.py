@@ -16,7 +16,7 @@ from t5accel import machine
 from t5accel.encoder import AcceleratedEncoder
 from t5accel.errors import InputError, JobError, first_line
 from t5accel.graphs.atomic_write import locked, staged_file
-from t5accel.serve.batch.formats import RejectedRow, Rows, import_pyarrow, kind_of, read_range
+from t5accel.serve.batch.formats import RejectedRow, RowRange, import_pyarrow, kind_of, read_range
 from t5accel.serve.batch.generate import CHARACTERS, batches
 from t5accel.tokenization import tokenize
 
@@ -106,7 +106,7 @@ def _facts(path: Path) -> tuple[int, ...]:
     return facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns  # programs can set back the second alone
 
 
-def _texts(path: Path, rows: Rows, column: str, first: int) -> list[str]:
+def _texts(path: Path, rows: RowRange, column: str, first: int) -> list[str]:
     found = rows.texts(column, None)
     for place, one in enumerate(found, first):
         if isinstance(one, RejectedRow):
@@ -124,7 +124,7 @@ def _check(path: Path, first: int, encoder: AcceleratedEncoder, texts: list[str]
             raise InputError(f"{path}, row {first + places[0]}: {error} {NOTHING}") from error
 
 
-def _with_columns(path: Path, schema: Any, rows: Rows, column: str, given: Any = None) -> Any:
+def _with_columns(path: Path, schema: Any, rows: RowRange, column: str, given: Any = None) -> Any:
     try:
         made = rows.table(column, given).schema
         found = import_pyarrow().unify_schemas([schema, made], promote_options="permissive")

@@ -45,7 +45,7 @@ def text_of(value: Any) -> str | RejectedRow:
     return value
 
 
-class Rows:
+class RowRange:
     """A range of rows of one file, in memory.
 
     ``column`` is the name of the texts, ``into`` that of the answers, if there will be any.
@@ -87,7 +87,7 @@ class Rows:
                 offset += sum(sizes)
 
     @classmethod
-    def read(cls, path: Path, offset: int, rows: int) -> Rows:
+    def read(cls, path: Path, offset: int, rows: int) -> RowRange:
         """Read a range."""
         with path.open("rb") as file:
             _, fields = cls.begin(file)
@@ -145,7 +145,7 @@ class Rows:
         """The output line of one record."""
 
 
-class JsonRows(Rows):
+class JsonRows(RowRange):
     """One JSON object per line; the answer becomes its last field."""
 
     def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
@@ -169,7 +169,7 @@ class JsonRows(Rows):
         return f"{record.rstrip().removesuffix('}')}, {field}}}\n"  # there is a field before it, that of the text
 
 
-class TextRows(Rows):
+class TextRows(RowRange):
     """One text per line; answers may have several, in JSON Lines."""
 
     def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
@@ -179,7 +179,7 @@ class TextRows(Rows):
         return json.dumps({column: record.rstrip("\r\n"), into: answer}, ensure_ascii=False) + "\n"
 
 
-class CsvRows(Rows):
+class CsvRows(RowRange):
     """CSV with a header (RFC 4180); a quoted field may hold line ends."""
 
     suffix = ".csv"
@@ -269,7 +269,7 @@ def import_pyarrow() -> Any:
     return pyarrow
 
 
-class ParquetRows(Rows):
+class ParquetRows(RowRange):
     """An Arrow table; the output adds a column of strings."""
 
     suffix = ".parquet"
@@ -360,7 +360,7 @@ def _check_columns(path: Path, columns: Sequence[str], column: str, into: str | 
         )
 
 
-KINDS: dict[str, type[Rows]] = {
+KINDS: dict[str, type[RowRange]] = {
     ".jsonl": JsonRows,
     ".ndjson": JsonRows,
     ".csv": CsvRows,
@@ -369,7 +369,7 @@ KINDS: dict[str, type[Rows]] = {
 }
 
 
-def kind_of(path: Path) -> type[Rows]:
+def kind_of(path: Path) -> type[RowRange]:
     """The format of a file, by its suffix."""
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
@@ -377,7 +377,7 @@ def kind_of(path: Path) -> type[Rows]:
     return kind
 
 
-def read_range(path: Path, offset: int, rows: int, kept: str = "What is done is kept.") -> Rows:
+def read_range(path: Path, offset: int, rows: int, kept: str = "What is done is kept.") -> RowRange:
     """Read a range; ``JobError``, whose last sentence is ``kept``: the file is gone, damaged or changed."""
     try:
         found = kind_of(path).read(path, offset, rows)
