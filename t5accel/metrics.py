@@ -146,7 +146,7 @@ def _checked(predictions: Any, references: Any, *, empty_allowed: bool = False) 
     if isinstance(predictions, str) or not all(isinstance(text, str) for text in texts):
         raise InputError(f"predictions must be a list of texts, got {predictions!r:.80}.")
     if not texts or len(texts) != len(accepted):
-        raise InputError(f"references must be as many as predictions, 1 or more, got {len(accepted)} and {len(texts)}.")
+        raise InputError(f"predictions must be as many as references, 1 or more, got {len(texts)} and {len(accepted)}.")
     for i, row in enumerate(accepted):
         # a bare text would pass as a list of its letters
         if not isinstance(row, (list, tuple)) or not all(isinstance(text, str) for text in row):
