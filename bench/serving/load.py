@@ -58,10 +58,8 @@ class Load:
                 raise InputError(f"{name} must be a number above 0, got {value!r}.")
         if self.clients is not None:
             as_count(self.clients, "clients", at_least=1)
-        if self.rate_per_s is not None and self.rate_per_s * self.seconds > MOST_REQUESTS:
-            raise InputError(
-                f"rate_per_s * seconds must be at most {MOST_REQUESTS}, got {self.rate_per_s * self.seconds:.0f}."
-            )
+        if self.rate_per_s is not None and (total := self.rate_per_s * self.seconds) > MOST_REQUESTS:
+            raise InputError(f"rate_per_s * seconds must be at most {MOST_REQUESTS} requests, got {total:.0f}.")
 
     def moments(self) -> np.ndarray:
         """(n,) seconds from the start at which the open loop sends."""
