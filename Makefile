@@ -1,5 +1,5 @@
 # Python 3.11 or newer and make are all that a fresh machine needs: every target makes its environment when it is missing.
-# Dependencies stand in pyproject.toml, tested versions in constraints*.txt; pip's own configuration is respected.
+# Dependencies are listed in pyproject.toml, tested versions in constraints*.txt; pip's own configuration is respected.
 
 PYTHON ?= python3
 
@@ -81,7 +81,7 @@ test-bench: .venv/.stamp ## Run the tests of bench/ and training/
 test-v5: .venv-v5/.stamp ## Run the same tests on transformers 5.x, in an environment of their own
 	@$(VENV_V5) -m pytest -q -n logical --dist worksteal -m "$(ONLY)" $(TESTS)
 
-test-long: .venv/.stamp ## Run the tests that take too long for every landing
+test-long: .venv/.stamp ## Run the tests that take too long for every merge
 	@$(VENV) -m pytest -q -n logical --dist worksteal -m long $(ALL_TESTS)
 
 lab: .venv/.stamp ## Open JupyterLab on the notebooks
@@ -192,7 +192,7 @@ test-ray: .venv/.stamp build/servers/ray/.stamp ## Run batch jobs and replicas o
 test-ray-long: .venv/.stamp build/servers/ray/.stamp ## Kill such a job twenty times, give it ten times the rows, let replicas grow
 	@$(VENV) -m pytest -q tests/with_ray -m long
 
-release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every landing
+release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every merge
 	@.ci/run
 	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="once and not long" TESTS="$(ALL_TESTS)"
 	@for target in test-long test-binder test-colab course-v5 test-browser test-web test-tensorrt test-kernel test-triton test-ray test-ray-long; do \
@@ -216,7 +216,7 @@ clean: ## Remove what can be made again, except .venv and .venv-v5
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name .venv -prune -o -name .venv-v5 -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An environment counts as made when its stamp is newer than what it was made from; a half-made one is gone on with.
+# An environment counts as made when its stamp is newer than what it was made from; an interrupted installation is resumed.
 .venv/.stamp: pyproject.toml requirements/constraints.txt
 	@$(call install,.venv,requirements/constraints.txt,$(EXTRAS))
 
@@ -251,7 +251,7 @@ $(SITE)/.stamp: pyproject.toml | .venv/.stamp
 		$(@D)/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt $(call extra,site) && \
 		touch $@
 
-# In an environment of its own: what lists and audits packages is none of them.
+# In an environment of its own: tools that list and audit packages are not among them.
 $(SUPPLY)/.stamp: pyproject.toml | .venv/.stamp
 	@rm -rf $(@D) && echo "Installing what lists and audits packages into $(@D)." && "$(PYTHON)" -m venv $(@D) && \
 		$(@D)/bin/python -m pip --disable-pip-version-check install -qq $(call extra,supply) && \

@@ -115,7 +115,7 @@ def advise(
         try:
             limits[name.strip()] = float(value)
         except ValueError as error:
-            raise InputError(f"--max-loss is {text!r}; give a score and a number, as in bleu=0.5.") from error
+            raise InputError(f"--max-loss must be a score and a number, as in bleu=0.5, got {text!r}.") from error
     need = Need(
         model=model, task=task, matters=matters, batch=batch, beams=beams, source_tokens=source_tokens,
         new_tokens=new_tokens, max_loss=limits, device=device.value, threads=threads,
@@ -274,7 +274,7 @@ def triton(
     ] = ExportPrecision.FP32,
     name: Annotated[str | None, typer.Option(help="The model's name in Triton. Default: --model.")] = None,
     version: Annotated[int, typer.Option(help="The version to write or replace; the others stay.")] = 1,
-    rows: Annotated[int, typer.Option(help="The most rows of a batch.")] = 32,
+    rows: Annotated[int, typer.Option("--max-batch-rows", help="The most rows of a batch.")] = 32,
     window_ms: Annotated[float, typer.Option(help="Milliseconds for which Triton collects a batch.")] = 20.0,
     instances: Annotated[int, typer.Option(help="Processes that each hold the model.")] = 1,
     threads: Annotated[

@@ -203,7 +203,7 @@ def checked(row: Mapping[str, Any]) -> Row:
         for part in parts:
             for one in part if isinstance(part, list | tuple) else [part]:
                 if not isinstance(one, str | int | float) and not (one is None and key == "settings"):
-                    raise InputError(f"{key} is {value!r}; give a plain value or a list of them, or omit it.")
+                    raise InputError(f"{key} must be a plain value or a list of them, got {value!r}. Or omit it.")
     return row
 
 

@@ -120,8 +120,8 @@ def simulate(
     for name, count in (("replicas", replicas), ("looked_at", looked_at), ("pace.rows", pace.rows)):
         as_count(count, name, at_least=1)
     if not (rate_per_s > 0 and seconds > 0 and pace.step_s > 0 and tokens and min(tokens) > 0):
-        given = f"rate_per_s {rate_per_s}, seconds {seconds}, step_s {pace.step_s}, tokens {tokens!r:.60}"
-        raise InputError(f"{given}: give numbers above 0.")
+        given = f"{rate_per_s}, {seconds}, {pace.step_s} and {tokens!r:.60}"
+        raise InputError(f"rate_per_s, seconds, pace.step_s and tokens must be numbers above 0, got {given}.")
     rng, environment, outcome = random.Random(seed), simpy.Environment(), Outcome()
 
     def send(job: _Job) -> None:
@@ -153,7 +153,7 @@ def simulate(
 # Prices and failures are assumptions of November 2026: round numbers, in the range of what clouds ask.
 STORAGE = 0.023  # dollars a month for 10^9 stored bytes
 BYTES_PER_TOKEN = 4  # of English in a vocabulary of 32,000, where random weights have no text
-SHARD_ROWS = 2000  # of a job this large: `serve.batch.job.Settings` has smaller ones, for machines that fail often
+SHARD_ROWS = 2000  # of a job this large: `serve.batch.job.JobSettings` has smaller ones, for machines that fail often
 
 
 @dataclass(frozen=True)

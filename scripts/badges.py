@@ -35,7 +35,7 @@ Links that open the notebooks in Colab and Binder appear here once this reposito
 
 
 class BadgesError(Exception):
-    """The address is none, or a file is not as it should be; the message says what to do."""
+    """The address is invalid, or a file is not laid out as expected."""
 
 
 def check(repository: str, branch: str) -> None:

@@ -62,8 +62,7 @@ from t5accel.models.load import load_model
 from t5accel.models.random_init import random_model, random_t5
 from t5accel.precision.convert import convert_export
 from t5accel.serve.app import make_app
-from t5accel.serve.batch.job import Model
-from t5accel.serve.batch.job import Settings as JobSettings
+from t5accel.serve.batch.job import JobSettings, ModelSource
 from t5accel.serve.batch.job import run as run_job
 from t5accel.serve.settings import Settings as ServerSettings
 
@@ -240,7 +239,7 @@ def batch(work: Path) -> Iterator[tuple[str, Any]]:
         lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate([*texts(count), ""])]
         (work / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         settings = JobSettings(beams=beams, max_new_tokens=24, shard_rows=120)
-        run_job(work / f"{name}.jsonl", work / name, Model("mini", threads=1), settings)
+        run_job(work / f"{name}.jsonl", work / name, ModelSource("mini", threads=1), settings)
         yield name, written(work / name)
 
 

@@ -3,7 +3,7 @@
     python scripts/gpu_bundle.py build/gpu     # `make gpu-bundle`
 
 Copy the folder there (it is one or two megabytes) and call ``sh run.sh`` in it, with OUT naming where the file of
-results shall go. The machine needs a GPU, and torch, transformers and numpy for Python 3.11 or newer. Models are seeded
+results goes. The machine needs a GPU, and torch, transformers and numpy for Python 3.11 or newer. Models are seeded
 random ones, made on the spot, so no weights travel.
 """
 

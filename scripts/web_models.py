@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import onnxruntime
 
-from bench.demo.race import menu
+from bench.demo.race import example_tasks
 from bench.results import filter_rows, load_results
 from t5accel.graphs.contract import DECODER, ENCODER, MANIFEST, WEIGHTS
 from t5accel.graphs.export import export_model
@@ -84,7 +84,7 @@ def write(out: Path) -> None:
         size_bytes = sum(file["size_bytes"] for file in files.values())
         scores = quality(label, manifest)
         models.append(dict(id=id_, label=label, folder=folder, bytes=size_bytes, quality=scores, files=files))
-    tasks = menu()
+    tasks = example_tasks()
     page = dict(
         tasks=[asdict(task) for task in tasks], models=models, warm_up=tasks[0].source(tasks[0].examples[0]),
         max_source_tokens=MAX_SOURCE_TOKENS, max_new_tokens=MAX_NEW_TOKENS,

@@ -145,7 +145,7 @@ def _open(
     name = recipe.name
     if runtime == "torch":
         if max_source_tokens is not None:
-            raise InputError("max_source_tokens is not for torch: leave it out, or give runtime='onnx'.")
+            raise InputError(f"max_source_tokens must be None in torch, got {max_source_tokens}: give runtime='onnx'.")
         backend, own_tokenizer = _in_torch(model, recipe, settings, check_logits=check_logits)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     else:
@@ -191,14 +191,14 @@ def _choose_runtime(runtime: str | None, device: str, recipe: Recipe, *, is_expo
     if not isinstance(runtime, str) or runtime not in RUNTIMES:
         raise InputError(f"runtime must be one of {', '.join(RUNTIMES)}, got {runtime!r}. Or leave it out.")
     if runtime == "tensorrt" and device != "cuda":
-        raise InputError("runtime='tensorrt' is for device='cuda'.")
+        raise InputError(f"device must be 'cuda' with runtime='tensorrt', got {device!r}.")
     if runtime == "torch" and is_export:
-        raise InputError("runtime='torch' runs a model, and this folder is an export: give the model or its name.")
+        raise InputError("model must not be an export with runtime='torch', got one. Give the model or its name.")
     if runtime == "openvino" and (recipe.name != "fp32" or device != "cpu"):
-        raise InputError("runtime='openvino' is for device='cpu' and precision='fp32': leave runtime out.")
+        raise InputError(f"runtime='openvino' must have fp32 on cpu, got {recipe.name} on {device}. Leave runtime out.")
     if (runtime == "torch" and recipe.integers) or (runtime != "torch" and recipe.dtype == "bfloat16"):
         other = "onnx" if runtime == "torch" else "torch"
-        raise InputError(f"precision {recipe.name!r} runs on {other}, not on {runtime}: leave runtime out.")
+        raise InputError(f"runtime must be {other!r} for precision {recipe.name!r}, got {runtime!r}. Leave it out.")
     return runtime
 
 

@@ -105,8 +105,7 @@ def run(
     )  # fmt: skip
     used = backend.rules.num_beams if beams is None else beams
     if stream and used > 1:
-        whose = "the model's generation_config sets" if beams is None else "you gave"
-        raise InputError(f"--stream is for greedy search, and {whose} {used} beams: give --beams 1.")
+        raise InputError(f"beams must be 1 with --stream, got {used}{' by default' * (beams is None)}. Give --beams 1.")
     first = Languages(tokenizer).target(backend, tgt_lang, forced_bos)
     bounds: dict[str, Any] = dict(max_new_tokens=max_new_tokens, **first)
     ends = backend.rules.eos_tokens(backend.eos_token_id)

@@ -158,10 +158,11 @@ class _UserRows:
     def mixture(self, tokens: int, *, by_teacher: bool = False):  # noqa: ANN201
         from t5accel.distillation.batches import mix_examples
 
-        known = sum(source in self.evaluated for rows in self.examples for source, _ in rows)
-        if known:
+        if known := sum(source in self.evaluated for rows in self.examples for source, _ in rows):
             typer.echo(f"{known} rows of --data have a source of --eval and are left out.", err=True)
-        return mix_examples(self.examples, self.weights, tokens=tokens, forbidden=self.evaluated, by_teacher=by_teacher)
+        return mix_examples(
+            self.examples, self.weights, tokens=tokens, excluded_sources=self.evaluated, by_teacher=by_teacher
+        )
 
     def keep(self, student, tokenizer, folder, whole, **facts) -> None:  # noqa: ANN001, ANN003
         """Save the student with its card, and print its scores and the whole model's."""

@@ -142,19 +142,17 @@ def _checked(predictions: Any, references: Any, *, empty_allowed: bool = False) 
     try:
         texts, accepted = list(predictions), list(references)
     except TypeError as error:
-        raise InputError(f"predictions and references must be lists: {error}.") from error
+        raise InputError(f"predictions and references must be lists, got others ({error}).") from error
     if isinstance(predictions, str) or not all(isinstance(text, str) for text in texts):
-        raise InputError("predictions must be a list of texts.")
+        raise InputError(f"predictions must be a list of texts, got {predictions!r:.80}.")
     if not texts or len(texts) != len(accepted):
-        raise InputError(
-            f"predictions and references must be equally many, at least one, got {len(texts)} and {len(accepted)}."
-        )
+        raise InputError(f"predictions must be as many as references, 1 or more, got {len(texts)} and {len(accepted)}.")
     for i, row in enumerate(accepted):
         # a bare text would pass as a list of its letters
         if not isinstance(row, (list, tuple)) or not all(isinstance(text, str) for text in row):
             raise InputError(f"references[{i}] must be a list of accepted texts, got {row!r:.80}.")
         if not row and not empty_allowed:
-            raise InputError(f"references[{i}] is empty. Give at least one accepted text.")
+            raise InputError(f"references[{i}] must not be empty, got {row!r}. Give at least one accepted text.")
     return texts, accepted
 
 

@@ -29,8 +29,8 @@ def assert_varied(sequences: Any, at_least: int = 3, *, ignore: Collection[int] 
     most = max(len(set(row.tolist()) - set(ignore)) for row in np.atleast_2d(tokens))
     if most < at_least:
         raise InputError(
-            f"equality on a degenerate output is no evidence: no row has more than {most} distinct tokens, wanted "
-            f"{at_least}. Change the seed, the inputs or the weights of the reference"
+            f"some row of sequences must have {at_least} distinct tokens, got at most {most}: equality on a degenerate "
+            "output is no evidence. Change the seed, the inputs or the weights of the reference."
         )
 
 
@@ -48,7 +48,7 @@ def assert_close(actual: ArrayLike, expected: ArrayLike, *, atol: float, rtol: f
             raise InputError(f"{name} must be finite and not negative, got {value!r}.")
     a, e = _array(actual, "actual", "biuf"), _array(expected, "expected", "biuf")
     if a.shape != e.shape:
-        raise ParityError(f"shapes differ: actual {a.shape} {a.dtype}, expected {e.shape} {e.dtype}")
+        raise ParityError(f"actual must have the shape of expected, {e.shape} {e.dtype}, got {a.shape} {a.dtype}.")
     if a.size == 0:
         raise InputError(f"actual and expected must not be empty, got shape {a.shape}.")
     equal, a64, e64 = a == e, a.astype(np.float64), e.astype(np.float64)

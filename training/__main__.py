@@ -35,7 +35,7 @@ def train(
     device: DeviceOption = Device.CPU,
     threads: ThreadsOption = None,
     prolong: Annotated[
-        bool, typer.Option(help="Go back to the state before the learning rate fell, then train on.")
+        bool, typer.Option("--extend-run", help="Go back to the state before the learning rate fell, then train on.")
     ] = False,
 ) -> None:
     """Reproduce the bundled model; interrupted, the same command goes on."""

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from bench.evaluation import NAMES, rows, source_text
-from t5accel.distillation.batches import Draw, Example, Mixture, Part, Phase
+from t5accel.distillation.batches import Draw, Example, Mixture, Phase, TaskShare
 from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE
 from t5accel.models.prefixes import SUMMARIZE, TRANSLATE
@@ -32,33 +32,33 @@ from training.texts.stories import Question, make_crowd, make_question
 # model practises just that, whose what is: with two or three candidates a story punishes a guess too little to teach
 # it soon.
 CURRICULUM = (
-    Phase(0, (Part("translation", 5000), Part("summaries", 2700, 0.5), Part("questions", 2700, 0.5))),
-    Phase(1000, (Part("translation", 5000, weight=0.6), Part("summaries", 2700, 0.5, 0.4),
-                 Part("questions", 2700, 0.5, 0.4))),
-    Phase(2250, (Part("translation", 4000, weight=0.5), Part("summaries", 2500, weight=0.25),
-                 Part("questions", 2500, weight=0.25))),
-    Phase(4250, (Part("translation", 3000, weight=0.35), Part("summaries", 2500, weight=0.2),
-                 Part("questions", 2500, weight=0.2), Part("short questions", 2500, weight=0.15),
-                 Part("repetition", 1500, weight=0.1))),
-    Phase(5250, (Part("translation", 3500, weight=0.4), Part("summaries", 1500, 0.5, 0.2),
-                 Part("questions", 2500, weight=0.25), Part("short questions", 2500, weight=0.2),
-                 Part("repetition", 1000, 0.5, 0.1))),
-    Phase(6000, (Part("translation", 3500, weight=0.4), Part("summaries", 1500, 0.5, 0.2),
-                 Part("questions", 2500, weight=0.2), Part("short questions", 2500, weight=0.15),
-                 Part("matching", 2500, weight=0.15))),
+    Phase(0, (TaskShare("translation", 5000), TaskShare("summaries", 2700, 0.5), TaskShare("questions", 2700, 0.5))),
+    Phase(1000, (TaskShare("translation", 5000, weight=0.6), TaskShare("summaries", 2700, 0.5, 0.4),
+                 TaskShare("questions", 2700, 0.5, 0.4))),
+    Phase(2250, (TaskShare("translation", 4000, weight=0.5), TaskShare("summaries", 2500, weight=0.25),
+                 TaskShare("questions", 2500, weight=0.25))),
+    Phase(4250, (TaskShare("translation", 3000, weight=0.35), TaskShare("summaries", 2500, weight=0.2),
+                 TaskShare("questions", 2500, weight=0.2), TaskShare("short questions", 2500, weight=0.15),
+                 TaskShare("repetition", 1500, weight=0.1))),
+    Phase(5250, (TaskShare("translation", 3500, weight=0.4), TaskShare("summaries", 1500, 0.5, 0.2),
+                 TaskShare("questions", 2500, weight=0.25), TaskShare("short questions", 2500, weight=0.2),
+                 TaskShare("repetition", 1000, 0.5, 0.1))),
+    Phase(6000, (TaskShare("translation", 3500, weight=0.4), TaskShare("summaries", 1500, 0.5, 0.2),
+                 TaskShare("questions", 2500, weight=0.2), TaskShare("short questions", 2500, weight=0.15),
+                 TaskShare("matching", 2500, weight=0.15))),
 )  # fmt: skip
 
 # What a model that translates, summarises and copies learns next: to read whose fact a question asks for. Beside other
 # tasks that was not learned in thousands of steps (half of the questions right, by the kind of answer alone); alone,
 # and from near to far, in hundreds. Dropout comes back with the other tasks: it makes this much slower to find.
 SECOND_CURRICULUM = (
-    Phase(0, (Part("near recall", 4500),), dropout=0.0),
-    Phase(150, (Part("recall", 5500),), dropout=0.0),
-    Phase(900, (Part("crowds", 5000), Part("recall", 2500)), dropout=0.0),
-    Phase(1400, (Part("crowds", 3000, weight=0.35), Part("questions", 3500, weight=0.35),
-                 Part("recall", 1500, 0.5, 0.1), Part("translation", 2000, weight=0.2)), dropout=0.0),
-    Phase(2000, (Part("translation", 3500, weight=0.4), Part("questions", 3500, weight=0.35),
-                 Part("crowds", 1500, 0.5, 0.15), Part("summaries", 1500, 0.5, 0.15)), dropout=0.05),
+    Phase(0, (TaskShare("near recall", 4500),), dropout=0.0),
+    Phase(150, (TaskShare("recall", 5500),), dropout=0.0),
+    Phase(900, (TaskShare("crowds", 5000), TaskShare("recall", 2500)), dropout=0.0),
+    Phase(1400, (TaskShare("crowds", 3000, weight=0.35), TaskShare("questions", 3500, weight=0.35),
+                 TaskShare("recall", 1500, 0.5, 0.1), TaskShare("translation", 2000, weight=0.2)), dropout=0.0),
+    Phase(2000, (TaskShare("translation", 3500, weight=0.4), TaskShare("questions", 3500, weight=0.35),
+                 TaskShare("crowds", 1500, 0.5, 0.15), TaskShare("summaries", 1500, 0.5, 0.15)), dropout=0.05),
 )  # fmt: skip
 
 # The third stage: version 3 grown, with new words, on longer sentences. Events and topics are composed anew for each
@@ -68,18 +68,18 @@ SECOND_CURRICULUM = (
 # composed reports fell from 0.30 to 0.21. Without dropout: reading takes longer to learn with it, and nothing comes
 # often enough to be learnt by heart.
 THIRD_CURRICULUM = (
-    Phase(0, (Part("translation", 2800, weight=0.45), Part("composed questions", 2200, weight=0.22),
-              Part("composed crowds", 1500, 0.5, 0.1), Part("composed reports", 1800, 0.5, 0.13),
-              Part("recall", 1200, 0.5, 0.06), Part("repetition", 800, 0.25, 0.04)), dropout=0.0),
-    Phase(1500, (Part("translation", 2800, weight=0.47), Part("composed questions", 2400, weight=0.22),
-                 Part("composed crowds", 1500, 0.25, 0.05), Part("composed reports", 1800, 0.5, 0.12),
-                 Part("questions", 1500, 0.25, 0.08), Part("summaries", 1500, 0.25, 0.06)), dropout=0.0),
-    Phase(2000, (Part("translation", 2600, weight=0.42), Part("composed questions", 3000, weight=0.27),
-                 Part("composed crowds", 1500, 0.25, 0.06), Part("composed reports", 1800, 0.4, 0.12),
-                 Part("questions", 1500, 0.25, 0.08), Part("summaries", 1500, 0.2, 0.05)), dropout=0.0),
-    Phase(3500, (Part("translation", 2000, weight=0.32), Part("composed questions", 2800, weight=0.28),
-                 Part("composed reports", 2400, weight=0.22), Part("composed crowds", 1500, 0.25, 0.05),
-                 Part("questions", 1500, 0.25, 0.07), Part("summaries", 1500, 0.25, 0.06)), dropout=0.0),
+    Phase(0, (TaskShare("translation", 2800, weight=0.45), TaskShare("composed questions", 2200, weight=0.22),
+              TaskShare("composed crowds", 1500, 0.5, 0.1), TaskShare("composed reports", 1800, 0.5, 0.13),
+              TaskShare("recall", 1200, 0.5, 0.06), TaskShare("repetition", 800, 0.25, 0.04)), dropout=0.0),
+    Phase(1500, (TaskShare("translation", 2800, weight=0.47), TaskShare("composed questions", 2400, weight=0.22),
+                 TaskShare("composed crowds", 1500, 0.25, 0.05), TaskShare("composed reports", 1800, 0.5, 0.12),
+                 TaskShare("questions", 1500, 0.25, 0.08), TaskShare("summaries", 1500, 0.25, 0.06)), dropout=0.0),
+    Phase(2000, (TaskShare("translation", 2600, weight=0.42), TaskShare("composed questions", 3000, weight=0.27),
+                 TaskShare("composed crowds", 1500, 0.25, 0.06), TaskShare("composed reports", 1800, 0.4, 0.12),
+                 TaskShare("questions", 1500, 0.25, 0.08), TaskShare("summaries", 1500, 0.2, 0.05)), dropout=0.0),
+    Phase(3500, (TaskShare("translation", 2000, weight=0.32), TaskShare("composed questions", 2800, weight=0.28),
+                 TaskShare("composed reports", 2400, weight=0.22), TaskShare("composed crowds", 1500, 0.25, 0.05),
+                 TaskShare("questions", 1500, 0.25, 0.07), TaskShare("summaries", 1500, 0.25, 0.06)), dropout=0.0),
 )  # fmt: skip
 
 # The fourth stage goes on with what the third one made: its French had had too little practice, and its summaries fell
@@ -90,22 +90,22 @@ THIRD_CURRICULUM = (
 # pairs with rare words come more often, and fewer reports have a reason, which was made up where there was none; from
 # 5,950 on a statement that names what the opening names is a fact without a marker.
 FOURTH_CURRICULUM = (
-    Phase(0, (Part("translation", 4500, weight=0.55), Part("composed reports", 2000, 0.75, 0.15),
-              Part("composed questions", 1800, 0.75, 0.18), Part("repetition", 1000, 0.2, 0.04),
-              Part("questions", 1500, 0.25, 0.07), Part("summaries", 1500, 0.2, 0.05)), dropout=0.0),
-    Phase(1300, (Part("translation", 4200, weight=0.52), Part("composed reports", 1800, 0.4, 0.08),
-                 Part("reports of statements", 2000, 0.75, 0.14), Part("composed questions", 1800, 0.75, 0.18),
-                 Part("repetition", 1000, 0.1, 0.02), Part("questions", 1500, 0.25, 0.07),
-                 Part("summaries", 1500, 0.2, 0.05)), dropout=0.0),
-    Phase(2000, (Part("translation", 4000, weight=0.5), Part("composed reports", 1800, 0.3, 0.06),
-                 Part("reports of statements", 2200, 0.9, 0.18), Part("composed questions", 1800, 0.75, 0.18),
-                 Part("questions", 1500, 0.25, 0.07), Part("summaries", 1500, 0.2, 0.05)), dropout=0.0),
-    Phase(4300, (Part("translation", 5500, weight=0.6), Part("composed reports", 1800, 0.4, 0.08),
-                 Part("reports of statements", 1800, 0.6, 0.12), Part("composed questions", 1800, 0.6, 0.12),
-                 Part("questions", 1500, 0.2, 0.04), Part("summaries", 1500, 0.15, 0.04)), dropout=0.0),
-    Phase(5950, (Part("translation", 5200, weight=0.58), Part("composed reports", 1800, 0.4, 0.08),
-                 Part("reports of statements", 2200, 0.9, 0.16), Part("composed questions", 1800, 0.6, 0.11),
-                 Part("questions", 1500, 0.2, 0.04), Part("summaries", 1500, 0.15, 0.03)), dropout=0.0),
+    Phase(0, (TaskShare("translation", 4500, weight=0.55), TaskShare("composed reports", 2000, 0.75, 0.15),
+              TaskShare("composed questions", 1800, 0.75, 0.18), TaskShare("repetition", 1000, 0.2, 0.04),
+              TaskShare("questions", 1500, 0.25, 0.07), TaskShare("summaries", 1500, 0.2, 0.05)), dropout=0.0),
+    Phase(1300, (TaskShare("translation", 4200, weight=0.52), TaskShare("composed reports", 1800, 0.4, 0.08),
+                 TaskShare("reports of statements", 2000, 0.75, 0.14),
+                 TaskShare("composed questions", 1800, 0.75, 0.18), TaskShare("repetition", 1000, 0.1, 0.02),
+                 TaskShare("questions", 1500, 0.25, 0.07), TaskShare("summaries", 1500, 0.2, 0.05)), dropout=0.0),
+    Phase(2000, (TaskShare("translation", 4000, weight=0.5), TaskShare("composed reports", 1800, 0.3, 0.06),
+                 TaskShare("reports of statements", 2200, 0.9, 0.18), TaskShare("composed questions", 1800, 0.75, 0.18),
+                 TaskShare("questions", 1500, 0.25, 0.07), TaskShare("summaries", 1500, 0.2, 0.05)), dropout=0.0),
+    Phase(4300, (TaskShare("translation", 5500, weight=0.6), TaskShare("composed reports", 1800, 0.4, 0.08),
+                 TaskShare("reports of statements", 1800, 0.6, 0.12), TaskShare("composed questions", 1800, 0.6, 0.12),
+                 TaskShare("questions", 1500, 0.2, 0.04), TaskShare("summaries", 1500, 0.15, 0.04)), dropout=0.0),
+    Phase(5950, (TaskShare("translation", 5200, weight=0.58), TaskShare("composed reports", 1800, 0.4, 0.08),
+                 TaskShare("reports of statements", 2200, 0.9, 0.16), TaskShare("composed questions", 1800, 0.6, 0.11),
+                 TaskShare("questions", 1500, 0.2, 0.04), TaskShare("summaries", 1500, 0.15, 0.03)), dropout=0.0),
 )  # fmt: skip
 
 # A student meets all tasks in every step, in the shares in which they are scored, and stories of many people besides:
@@ -113,14 +113,14 @@ FOURTH_CURRICULUM = (
 # loss was 0.90 without them, and 0.81 with a third of the weight. A longer run goes on with more questions: after 5,000
 # steps of the first phase alone, a student of the model's version 2 had 29 right answers where that had 35.
 STUDENTS_MIXTURE = (
-    Phase(0, (Part("translation", 2000, weight=0.4), Part("composed reports", 1200, 0.25, 0.06),
-              Part("reports of statements", 1200, 0.5, 0.1), Part("summaries", 1200, 0.25, 0.06),
-              Part("composed questions", 1500, weight=0.2), Part("questions", 1500, 0.25, 0.08),
-              Part("composed crowds", 1500, 0.5, 0.1))),
-    Phase(1000, (Part("translation", 1500, weight=0.34), Part("composed reports", 1200, 0.25, 0.06),
-                 Part("reports of statements", 1200, 0.5, 0.1), Part("summaries", 1200, 0.25, 0.06),
-                 Part("composed questions", 1800, weight=0.22), Part("questions", 1500, 0.25, 0.08),
-                 Part("composed crowds", 1200, 0.75, 0.14))),
+    Phase(0, (TaskShare("translation", 2000, weight=0.4), TaskShare("composed reports", 1200, 0.25, 0.06),
+              TaskShare("reports of statements", 1200, 0.5, 0.1), TaskShare("summaries", 1200, 0.25, 0.06),
+              TaskShare("composed questions", 1500, weight=0.2), TaskShare("questions", 1500, 0.25, 0.08),
+              TaskShare("composed crowds", 1500, 0.5, 0.1))),
+    Phase(1000, (TaskShare("translation", 1500, weight=0.34), TaskShare("composed reports", 1200, 0.25, 0.06),
+                 TaskShare("reports of statements", 1200, 0.5, 0.1), TaskShare("summaries", 1200, 0.25, 0.06),
+                 TaskShare("composed questions", 1800, weight=0.22), TaskShare("questions", 1500, 0.25, 0.08),
+                 TaskShare("composed crowds", 1200, 0.75, 0.14))),
 )  # fmt: skip
 
 # In these exercises the decoder does not see what is asked for, so that the encoder learns to mark the answer. Else the
@@ -230,6 +230,6 @@ def draw_sources(mixture: Mixture, count: int, seed: int) -> list[tuple[str, str
             return list(found)
         task = rng.choices(list(SHARES), list(SHARES.values()))[0]
         text = mixture.examples[task](rng)[0]
-        if text not in mixture.forbidden:
+        if text not in mixture.excluded_sources:
             found[task, text] = None
     raise InputError(f"Of {count} different sources only {len(found)} were found. Ask for fewer, or give more pairs.")

@@ -57,7 +57,7 @@ def init_heads(model: PreTrainedModel, aims: Sequence[HeadInit]) -> None:
     heads = range(table.shape[1])
     for aim in aims:
         if aim.head not in heads or aim.like not in heads or aim.first > aim.last:
-            raise InputError(f"{aim}: give heads of 0 ... {heads[-1]}, and first <= last.")
+            raise InputError(f"aims must have heads of 0 ... {heads[-1]}, and first <= last, got {aim}.")
     for aim in aims:
         for attention in layers:
             size = attention.key_value_proj_dim
@@ -80,7 +80,7 @@ def choose_head_inits(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple
     ``InputError`` without batches, four heads or a previous-token head.
     """
     if model.config.num_heads <= len(_DISTANCES):
-        raise InputError(f"The model has {model.config.num_heads} heads; {len(_DISTANCES) + 1} are needed.")
+        raise InputError(f"The model must have at least {len(_DISTANCES) + 1} heads, got {model.config.num_heads}.")
     scores = taylor(model, batches, lambda batch: batch_loss(model, batch, 0.0))
     matters = sum(value for name, value in scores.items() if name.startswith("encoder") and name.endswith("Attention"))
     looks = sum(map(_looks_back(model), batches)) / len(batches)

@@ -39,7 +39,7 @@ from bench.bert.spans import (
     torch_run,
 )
 from t5accel import machine
-from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Part, Phase, encode_and_pack
+from t5accel.distillation.batches import Batch, Encode, Example, Mixture, Phase, TaskShare, encode_and_pack
 from t5accel.distillation.checkpointing import require_device, run_training
 from t5accel.distillation.optimizer import learning_rate_factor, padded
 from t5accel.errors import InputError
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 # trials, a run that left near recall after 100 steps recalled one in five right at step 261, and one that stayed for
 # 450 steps nine in ten at 747.
 CURRICULUM = (
-    Phase(0, (Part("near recall", 4000),)),
-    Phase(300, (Part("recall", 2500), Part("short questions", 1500))),
-    Phase(700, (Part("questions", 2000), Part("crowds", 1500), Part("recall", 1000, 0.5))),
-    Phase(1800, (Part("questions", 3000), Part("crowds", 1000))),
+    Phase(0, (TaskShare("near recall", 4000),)),
+    Phase(300, (TaskShare("recall", 2500), TaskShare("short questions", 1500))),
+    Phase(700, (TaskShare("questions", 2000), TaskShare("crowds", 1500), TaskShare("recall", 1000, 0.5))),
+    Phase(1800, (TaskShare("questions", 3000), TaskShare("crowds", 1000))),
 )
 PRUNING_CURRICULUM = (Phase(0, CURRICULUM[-1].parts),)
 SAME = "the same word"

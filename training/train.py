@@ -231,7 +231,7 @@ def train_model(
     require_device(device)
     stable = folder / "stable.pt"
     if prolong and not stable.is_file():
-        raise InputError(f"No {stable}: this run has not reached its decay, or is prolonged. Leave --prolong out.")
+        raise InputError(f"No {stable}: this run has not reached its decay, or is extended. Leave --extend-run out.")
     model = new_model(config) if start is None else continued_model(start, config)
     model = model.to(device).train()
     rates = dict(learning_rate=config.learning_rate, matrix_learning_rate=config.matrix_learning_rate)

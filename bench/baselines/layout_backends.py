@@ -213,7 +213,7 @@ def open_layout(
     """Read a folder of that layout and open a session on each of its graphs, by file name."""
     settings = SessionSettings() if settings is None else settings
     if not isinstance(settings, SessionSettings):
-        raise InputError(f"settings is {settings!r:.80}; give SessionSettings.")
+        raise InputError(f"settings must be SessionSettings, got {settings!r:.80}.")
     description, folder = read_layout(folder, layout), as_folder(folder)
     return description, {file: open_session(folder / file, settings) for file in LAYOUTS[layout]}
 

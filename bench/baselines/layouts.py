@@ -71,10 +71,10 @@ def export_layout(
     dict_keys(['decoder.onnx', 'encoder.onnx', 'init_decoder.onnx'])
     """
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise InputError(f"layout is {layout!r:.80}; give one of {', '.join(LAYOUTS)}.")
+        raise InputError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r:.80}.")
     threshold = as_count(external_threshold_bytes, "external_threshold_bytes", at_least=0)
     if threshold > LARGEST_INSIDE:
-        raise InputError(f"external_threshold_bytes is {threshold}; an ONNX file holds at most {LARGEST_INSIDE}.")
+        raise InputError(f"external_threshold_bytes must be at most {LARGEST_INSIDE} in an ONNX file, got {threshold}.")
     target = resolve_target(folder)
     name = type(model).__name__
     if isinstance(model, str | os.PathLike):
@@ -114,7 +114,7 @@ def read_layout(folder: str | os.PathLike[str], *layouts: str) -> Layout:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ExportError(f"{folder / DESCRIPTION} is damaged ({type(error).__name__}: {error}). {again}") from error
     if layouts and found.name not in layouts:
-        raise ExportError(f"{folder} is of the layout {found.name!r}; wanted is {' or '.join(layouts)}.")
+        raise ExportError(f"{folder} must be of the layout {' or '.join(layouts)}, got {found.name!r}.")
     return found
 
 

@@ -74,7 +74,7 @@ def optimize_export(
     """
     source, target, level = as_folder(folder), resolve_target(out), as_level(level, "level")
     if not isinstance(tool, str) or tool not in TOOLS:
-        raise InputError(f"tool is {tool!r}; give one of {', '.join(TOOLS)}.")
+        raise InputError(f"tool must be one of {', '.join(TOOLS)}, got {tool!r}.")
     manifest = read_manifest(source)
     if manifest.optimized:
         raise InputError(f"{source} is optimised already: give the export that it was made from.")
@@ -124,7 +124,7 @@ def _by_session(source: Path, target: Path, level: str) -> None:
 
 def _by_package(pairs: Mapping[Path, Path], level: str) -> None:
     if level not in PACKAGE_LEVELS:
-        raise InputError(f"level is {level!r}; with tool='transformers' give one of {', '.join(PACKAGE_LEVELS)}.")
+        raise InputError(f"level must be one of {', '.join(PACKAGE_LEVELS)} with tool='transformers', got {level!r}.")
     import_onnxruntime()
     for package in ("torch", "sympy"):
         if not find_spec(package):

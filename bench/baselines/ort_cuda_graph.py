@@ -20,7 +20,7 @@ from t5accel.backends.torch_static_buffers import capture_graph, side_stream
 from t5accel.decoding.backend import SuppressedTokens, right_aligned
 from t5accel.graphs.contract import DECODER
 
-LONGEST_RUN = 64  # steps that are queued before the host reads the tokens
+MAX_QUEUED_STEPS = 64  # steps that are queued before the host reads the tokens
 MULTIPLE = 64  # source positions and the past come in multiples of that many: one captured graph for all in between
 
 
@@ -30,7 +30,7 @@ class Fixed:
     Attributes:
         inputs, outputs: by the names of the contract, the past (B, K, H_i, W, d), what is present one longer.
         penalty: (V,) float32, added to logits before the likeliest is taken.
-        chosen: (B, K, LONGEST_RUN) int64; ``count`` (1,) says how many.
+        chosen: (B, K, MAX_QUEUED_STEPS) int64; ``count`` (1,) says how many.
         binding: of the captured session, to all of them; ``options`` of a run say which captured graph is theirs.
         between: a captured ``torch.cuda.CUDAGraph`` of `choose_and_move`, on a GPU.
     """
@@ -55,7 +55,7 @@ class Fixed:
         self.outputs = dict(zip(backend.outputs, [logits, *longer], strict=True))
         self.moves = list(zip(past.values(), longer, strict=True))
         self.penalty = zeros(dims.vocab_size, dtype=torch.float32)
-        self.chosen, self.count = zeros(batch, rows, LONGEST_RUN), zeros(1)
+        self.chosen, self.count = zeros(batch, rows, MAX_QUEUED_STEPS), zeros(1)
         self.binding: Any = None
         self.options: Any = None
         self.between: Any = None
@@ -122,9 +122,9 @@ class OrtCaptured(OrtPointers):
         """Up to ``k`` greedy steps; the host looks at the tokens once, at the end.
 
         Arguments and result (B, K, n) int64 are those of `torch_static.TorchStatic.run_greedy`; n is at most
-        `LONGEST_RUN`.
+        `MAX_QUEUED_STEPS`.
         """
-        count = min(k, LONGEST_RUN)
+        count = min(k, MAX_QUEUED_STEPS)
         rows, given = state.rows, state.source.mask.shape[1]
         width = rows.width + count
         key = (*rows.shape, _rounded(given), _rounded(width))
@@ -173,7 +173,7 @@ class OrtCaptured(OrtPointers):
         self._bind(binding, fixed.inputs, fixed.outputs)
         if self._stream is not None:
             options.add_run_config_entry("gpu_graph_id", str(len(self.fixed)))
-            # The host shall queue the next step, not wait for this one. (Releases before mid-2026 wait all the same.)
+            # The host must queue the next step, not wait for this one. (Releases before mid-2026 wait all the same.)
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
             for _ in range(2):  # the first run is for warming up
                 self._captured.run_with_iobinding(binding, options)

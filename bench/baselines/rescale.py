@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def rescaled(model: PreTrainedModel, factor: float = 256.0) -> PreTrainedModel:
+def scale_residual_stream(model: PreTrainedModel, factor: float = 256.0) -> PreTrainedModel:
     """A copy whose residual streams are ``factor`` times as large, and which computes the same.
 
     What enters the stream is multiplied: the embedding, and the weights by which attention (``o``) and feed-forward
@@ -27,13 +27,13 @@ def rescaled(model: PreTrainedModel, factor: float = 256.0) -> PreTrainedModel:
     >>> own = random_t5(dict(d_model=8, d_kv=6, d_ff=16, num_heads=2, num_layers=1, vocab_size=32))
     >>> ids = dict(input_ids=torch.tensor([[5, 6, 1]]), decoder_input_ids=torch.tensor([[0, 7]]))
     >>> with torch.inference_mode():
-    ...     torch.allclose(own(**ids).logits, rescaled(own)(**ids).logits, rtol=1e-4, atol=1e-4)
+    ...     torch.allclose(own(**ids).logits, scale_residual_stream(own)(**ids).logits, rtol=1e-4, atol=1e-4)
     True
     """
     import torch
 
     if not is_number(factor) or not 0 < factor < math.inf:
-        raise InputError(f"factor is {factor!r}; give a number above 0, best a power of two.")
+        raise InputError(f"factor must be a number above 0, best a power of two, got {factor!r}.")
     dims = T5Dims.of(model)
     larger = copy.deepcopy(model)
     ends = (".o.weight", ".wo.weight", "embed_tokens.weight")

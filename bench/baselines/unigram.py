@@ -109,7 +109,7 @@ class UnigramTokenizer:
     def encode_batch(self, texts: Iterable[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text, without padding. Errors as `encode`."""
         if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise InputError(f"texts is {texts!r}: give a list of texts, or call encode for a single one")
+            raise InputError(f"texts must be a list of texts, got {texts!r}. For a single one call encode.")
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     def tokenize(self, text: str) -> list[str]:
@@ -121,9 +121,9 @@ class UnigramTokenizer:
         try:
             numbers = [operator.index(number) for number in ids]
         except TypeError as error:
-            raise InputError(f"ids is {ids!r}: give one sequence of integers") from error
+            raise InputError(f"ids must be one sequence of integers, got {ids!r}.") from error
         if min(numbers, default=0) < 0:
-            raise InputError(f"ids holds {min(numbers)}: no id is negative")
+            raise InputError(f"ids must not be negative, got {min(numbers)}.")
         special = {content for content, token in self._added.items() if token["special"] and skip_special_tokens}
         tokens = [token for number in numbers for token in self._tokens[number : number + 1] if token not in special]
         return "".join(token.replace("▁", " " if number else "") for number, token in enumerate(tokens))
@@ -131,7 +131,7 @@ class UnigramTokenizer:
     def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
         """Each piece of ``text`` with its id."""
         if not isinstance(text, str):
-            raise InputError(f"{text!r} is no text: give a str")
+            raise InputError(f"text must be a str, got {text!r}.")
         done = 0
         for match in self._find.finditer(text):
             token, start, end = self._added[match[0]], match.start(), match.end()

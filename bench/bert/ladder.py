@@ -123,7 +123,7 @@ def build(rung: Rung, readers: Readers, batch: int, tokens: int) -> Run:
     Raises ``InputError`` for rungs that run on the CPU alone, where the readers are for a GPU.
     """
     if readers.device != "cpu" and rung.kind in ("bound", "optimum"):
-        raise InputError(f"{rung.name!r} runs on the CPU alone; give rungs of ON_GPU for device={readers.device!r}.")
+        raise InputError(f"rung must be of ON_GPU on {readers.device}, got {rung.name!r}, which runs on the CPU alone.")
     model = readers.models[rung.which]
     if rung.kind in IN_TORCH:
         dtype = IN_TORCH[rung.kind]

@@ -37,16 +37,16 @@ def load_bert(
     if text.startswith("random:"):
         size = text.removeprefix("random:")
         if size not in RANDOM_SIZES:
-            raise UnknownModelError(f"No random size {size!r}: there are {', '.join(RANDOM_SIZES)}.")
+            raise UnknownModelError(f"The random size must be one of {', '.join(RANDOM_SIZES)}, got {size!r}.")
         return random_bert(RANDOM_SIZES[size], seed=seed), None
     folder = DATA / text if text in (READER, PRUNED) else Path(text)
     if text in (READER, PRUNED) and not folder.is_dir():
         raise ModelUnavailableError(f"{text!r} is not bundled here: training/reader.py trains it, in a checkout.")
     if not folder.is_dir():
         sizes = ", ".join(f"'random:{size}'" for size in RANDOM_SIZES)
-        raise UnknownModelError(f"No BERT {text!r}: give {READER!r}, {PRUNED!r}, {sizes}, or a folder.")
+        raise UnknownModelError(f"The BERT must be {READER!r}, {PRUNED!r}, {sizes}, or a folder, got {text!r}.")
     if not (folder / "model.safetensors").is_file():
-        raise ModelUnavailableError(f"{folder} holds no model.safetensors: give a folder of save_pretrained().")
+        raise ModelUnavailableError(f"{folder} must hold model.safetensors, got none: give a save_pretrained() folder.")
     config = BertConfig.from_pretrained(folder)
     model = _new(config)
     model.load_state_dict(load_file(folder / "model.safetensors"))
@@ -108,7 +108,7 @@ def resize(model: PreTrainedModel, sizes: Mapping[str, Sequence[int]]) -> None:
     for kind in ("heads", "neurons"):
         given = sizes.get(kind, ())
         if len(given) != len(layers) or min(given, default=0) < 1:
-            raise InputError(f"{kind} is {list(given)}; give {len(layers)} counts of 1 or more.")
+            raise InputError(f"{kind} must be {len(layers)} counts of 1 or more, got {list(given)}.")
     for layer, heads, neurons in zip(layers, sizes["heads"], sizes["neurons"], strict=True):
         attention = layer.attention.self
         for name in ("query", "key", "value"):

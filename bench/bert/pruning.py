@@ -41,7 +41,7 @@ class Mask(torch.nn.Module):
 
     def _move(self, factor: torch.nn.Parameter) -> None:
         self.movement -= factor.grad
-        factor.grad = None  # no optimiser trains it, and no clipping shall count it
+        factor.grad = None  # no optimiser trains it, and no clipping must count it
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         wide = self.factor.repeat_interleave(self.rows, 0).repeat_interleave(self.columns, 1)
@@ -50,7 +50,7 @@ class Mask(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Pruning:
-    """What shall be masked in the end: shares of all heads and of all neurons, 0 to below 1."""
+    """What is masked in the end: shares of all heads and of all neurons, 0 to below 1."""
 
     heads: float = 0.0
     neurons: float = 0.0
@@ -58,7 +58,7 @@ class Pruning:
     def __post_init__(self) -> None:
         for kind in KINDS:
             if not 0 <= getattr(self, kind) < 1:
-                raise InputError(f"{kind} is {getattr(self, kind)!r}; give 0 to below 1.")
+                raise InputError(f"{kind} must be 0 to below 1, got {getattr(self, kind)!r}.")
 
 
 def attach(model: PreTrainedModel, pruning: Pruning) -> dict[str, list[Mask]]:
@@ -82,7 +82,7 @@ def attach(model: PreTrainedModel, pruning: Pruning) -> dict[str, list[Mask]]:
 
 
 def close(masks: Mapping[str, list[Mask]], pruning: Pruning, share: float) -> None:
-    """Mask the parts with the least movement: ``share`` of what shall go in the end. Each layer keeps one of each."""
+    """Mask the parts with the least movement: ``share`` of what goes in the end. Each layer keeps one of each."""
     for kind in KINDS:
         if not masks[kind]:
             continue
@@ -102,7 +102,7 @@ def close(masks: Mapping[str, list[Mask]], pruning: Pruning, share: float) -> No
 
 
 def closing(step: int, steps: int, rising: float = 0.6) -> float:
-    """The share of what shall go that is masked at ``step``: a cubic curve (Zhu and Gupta 2017) up to ``rising``.
+    """The share of what goes that is masked at ``step``: a cubic curve (Zhu and Gupta 2017) up to ``rising``.
 
     >>> closing(0, 100), round(closing(30, 100), 3), closing(60, 100)
     (0.0, 0.875, 1.0)

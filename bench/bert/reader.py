@@ -13,7 +13,7 @@ from t5accel.backends.ort_session import SessionSettings, open_session
 from t5accel.models.load import load_pretrained
 
 
-def opened(model: str, *, threads: int, bound: bool = False) -> Run:
+def open_reader(model: str, *, threads: int, bound: bool = False) -> Run:
     """A graph on ONNX Runtime, or a BERT in PyTorch, for texts of any length.
 
     Args:
@@ -41,8 +41,8 @@ def opened(model: str, *, threads: int, bound: bool = False) -> Run:
 def reader_of(
     model: str, tokenizer: str, threshold: float, *, threads: int, bound: bool = False
 ) -> Callable[[list[str]], list[str]]:
-    """From texts of T5's task to answers; ``model`` and ``bound`` as in `opened`, the tokenizer by its folder."""
+    """From texts of T5's task to answers; ``model`` and ``bound`` as in `open_reader`, the tokenizer by its folder."""
     from transformers import AutoTokenizer
 
-    run = opened(model, threads=threads, bound=bound)
+    run = open_reader(model, threads=threads, bound=bound)
     return answerer(load_pretrained(AutoTokenizer.from_pretrained, tokenizer), run, threshold=threshold)

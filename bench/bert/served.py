@@ -56,7 +56,7 @@ class Served:
     """A server, and what its answers have to be."""
 
     name: str  # as rows have it
-    model: str  # as in `opened`
+    model: str  # as in `open_reader`
     tokenizer: str  # a folder
     threshold: float  # as in `spans.answers`
     # the answers that it has to give, from the same graph or an equal one, on another way

@@ -28,14 +28,14 @@ _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 MAX_BODY_BYTES = 1_000_000
 
 
-def refusal(method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
+def error_response(method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
     """Status and sentence for a request that the page never makes; ``None`` for one that it may make.
 
     Args:
         path: decoded, without the query.
         headers: by name in lower case.
 
-    >>> refusal("POST", "/gradio_api/upload", {})
+    >>> error_response("POST", "/gradio_api/upload", {})
     (403, 'The demo takes no files.')
     """
     if _CLOSED.fullmatch(path):
@@ -73,7 +73,7 @@ def _is_own_page(headers: Mapping[str, str]) -> bool:
         return False
 
 
-class AtHome:
+class BlockExternalResources:
     """An ASGI application around Gradio's: it refuses what the page never asks, and strips links to other hosts."""
 
     def __init__(self, app: Any):
@@ -83,7 +83,7 @@ class AtHome:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         named = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if refused := refusal(scope["method"], scope["path"], named):
+        if refused := error_response(scope["method"], scope["path"], named):
             return await _refuse(send, *refused)
         start: dict[str, Any] = {}
         body = bytearray()

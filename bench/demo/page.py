@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from bench.demo.at_home import AtHome
-from bench.demo.race import LoadedSystem, Progress, Task, difference, interleave, load_system, menu, ways_of
+from bench.demo.at_home import BlockExternalResources
+from bench.demo.race import LoadedSystem, Progress, Task, difference, example_tasks, interleave, load_system, ways_of
 from t5accel.errors import InputError, MissingPackageError, T5AccelError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FEWEST, MOST = 2, 4  # ways at a time
 MAX_SOURCE_TOKENS, MAX_NEW_TOKENS = 512, 128
-MAX_WAITING = 64  # who comes later is told so
+MAX_WAITING = 64  # later visitors get an error
 SHOWN_EVERY_S = 0.05
 RUNS, LONG_S = 3, 10.0  # figures are medians of so many runs, unless the first one takes so long
 ADDRESS, PORT = "127.0.0.1", 7860
@@ -118,7 +118,7 @@ _ALONE: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=1, concu
 
 def _writers(gradio: Any, model: str, own_model: bool) -> None:
     """Fields, buttons and lanes."""
-    tasks = {task.label: task for task in menu()}
+    tasks = {task.label: task for task in example_tasks()}
     first = next(iter(tasks.values()))
     known = list(ways_of(model))
     # A menu that changes while somebody clicks turns the click into an error: so all labels are always there.
@@ -207,7 +207,7 @@ def _box(task: Task, place: int) -> dict[str, Any]:
 
 
 def _lanes(gradio: Any, known: Sequence[str], ways: Sequence[str], found: dict[str, tuple[str, str]]) -> list[Any]:
-    """What the places for answers show: those of the ways in their order, and nothing in what is left."""
+    """Contents of the answer boxes, in the order of the systems."""
     shown = [label for label in known if label in ways]
     updates = []
     for place in range(MOST):
@@ -240,8 +240,8 @@ def launch(model: str = "mini", *, port: int | None = None, share: bool = False,
         _, url, public = page.launch(
             server_name=ADDRESS, server_port=port, share=share, prevent_thread_lock=True, ssr_mode=False,
             run_history=False, enable_monitoring=False, footer_links=[], theme=theme,
-            max_file_size=1,  # `AtHome` refuses files; should another release find a new way for them, they are empty
-            app_kwargs={"middleware": [Middleware(AtHome)]},
+            max_file_size=1,  # `BlockExternalResources` refuses files; by a new way they would be empty
+            app_kwargs={"middleware": [Middleware(BlockExternalResources)]},
         )  # fmt: skip
     if block:
         page.block_thread()

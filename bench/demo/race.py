@@ -55,7 +55,7 @@ class Task:
         return self.template.format(**texts)
 
 
-def menu() -> list[Task]:
+def example_tasks() -> list[Task]:
     """All tasks, with their examples."""
 
     def task(id_: str, label: str, language: str, template: str, name: str, **fields: str) -> Task:

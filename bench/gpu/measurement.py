@@ -32,7 +32,7 @@ from bench.systems import (
     scheduler,
 )
 from t5accel.backends.torch_static import TorchStatic
-from t5accel.backends.torch_static_buffers import LONGEST_RUN
+from t5accel.backends.torch_static_buffers import MAX_QUEUED_STEPS
 from t5accel.decoding.sampling import SamplingParams, probabilities, sample
 from t5accel.errors import InputError
 from t5accel.machine import nvidia_smi
@@ -376,7 +376,7 @@ def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Ro
     backend = TorchStatic(model)
     state = backend.new_state(backend.encode(ids, mask))
     while (left := max(cell.new_tokens - 8, 1) - state.rows.width) > 0:  # nearly to the end, when memory is widest
-        backend.run_greedy(state, min(left, LONGEST_RUN))
+        backend.run_greedy(state, min(left, MAX_QUEUED_STEPS))
     longer, shorter = (partial(subject.generate, REFERENCE, ids, mask, tokens, 1) for tokens in (9, 1))
 
     def step() -> None:
@@ -414,7 +414,7 @@ def _floor_parts(cell: Cell, subject: ModelOnDevice) -> Iterator[Callable[[], Ro
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(gpu_clocks_mhz)
             while not asked.done():
-                backend.run_greedy(backend.new_state(state.source), LONGEST_RUN)
+                backend.run_greedy(backend.new_state(state.source), MAX_QUEUED_STEPS)
         return {f"clock_{name}_mhz": value for name, value in asked.result().items()}
 
     yield counted

@@ -31,7 +31,7 @@ from t5accel.errors import InputError, MissingPackageError, T5AccelError
 
 MINUTES = 8.0
 RESERVE_S = 10.0  # for the end of a cell and for the table
-SUITE = 3  # rows of another one are not gone on with
+SUITE = 3  # rows of another suite are measured again
 NOT_BACK = "it has not come back: the process ended here"
 CONDITIONS = ("suite", "device", "machine.gpu.name", "versions.torch", "versions.transformers")  # of all rows of a file
 
@@ -75,7 +75,7 @@ def run_suite(
         DeviceLostError: nothing more can be done in this process.
     """
     if not minutes > 0:
-        raise InputError(f"minutes is {minutes!r}; give more than 0.")
+        raise InputError(f"minutes must be more than 0, got {minutes!r}.")
     if device == "cuda" and not torch.cuda.is_available():
         raise MissingPackageError("This suite needs a GPU and a torch that sees it, and there is none here.")
     if cells is None:
@@ -137,7 +137,7 @@ def slug(name: str) -> str:
     kept = [word for word in words if not _DROPPED.fullmatch(word)] or words
     found = re.sub(r"[^a-z0-9]+", "-", " ".join(kept)).strip("-")
     if not found:
-        raise InputError(f"The GPU's name is {name!r}; give the name that torch reports, such as 'NVIDIA H200'.")
+        raise InputError(f"The GPU's name must be that which torch reports, such as 'NVIDIA H200', got {name!r}.")
     return found
 
 

@@ -42,12 +42,12 @@ RAY = ROOT / "build/servers/ray/bin/python"
 COPIES, SHARD_ROWS = (1, 8), 100  # of the mixed texts, and of a shard
 JOB = """
 import sys
-from t5accel.serve.batch.job import Model, Settings
+from t5accel.serve.batch.job import JobSettings, ModelSource
 from t5accel.serve.batch.job import in_this_process, run
 from t5accel.serve.ray_batch import on_ray
 given, out, model, engine, threads, longest, rows = sys.argv[1:]
-settings = Settings(max_new_tokens=int(longest), shard_rows=int(rows))
-run(given, out, Model(model, threads=int(threads)), settings, engine=on_ray if engine == "ray" else in_this_process)
+settings = JobSettings(max_new_tokens=int(longest), shard_rows=int(rows))
+run(given, out, ModelSource(model, None, int(threads)), settings, engine=on_ray if engine == "ray" else in_this_process)
 """
 
 

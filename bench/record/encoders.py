@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = "random:t5-base"
 CELLS = ((1, 32), (1, 512), (32, 32), (4, 512))  # texts and their tokens
 # By the name in rows: the encoder in `bench.encoder_worker`, its environment, its precision.
-SYSTEMS = {
+ENCODERS = {
     "torch": ("torch", "ours", "fp32"),
     "torch bf16": ("torch-bf16", "ours", "bf16"),
     "torch dynamic int8": ("torch-int8", "ours", "int8"),
@@ -78,7 +78,7 @@ def save_encoder(name: str, folder: Path) -> None:
 
 def start(name: str, model: Path, build: Path, threads: int) -> EncoderWorker:
     """A system's worker, with the model loaded; its own form of the model is written before, if it is missing."""
-    encoder, environment, _ = SYSTEMS[name]
+    encoder, environment, _ = ENCODERS[name]
     python = Path(sys.executable) if environment == "ours" else build / environment / "bin/python"
     if not python.exists():
         raise PeerError(f"{python} is missing: `make peers` makes the environment.")
@@ -106,7 +106,7 @@ def measure(
         np.save(given := scratch / "ids.npy", ids)
         entries = [
             Contender(name, lambda worker=worker: partial(worker.encode, given), exact=False,
-                      facts={"precision": SYSTEMS[name][2], "model": model})
+                      facts={"precision": ENCODERS[name][2], "model": model})
             for name, worker in workers.items()
         ]  # fmt: skip
         work = Work(batch, length, 1, threads=threads)
@@ -122,14 +122,14 @@ def main() -> None:
     """Start every encoder, measure cell by cell, and write the rows."""
     parser = record_parser(__doc__.splitlines()[0], rounds=7)
     parser.add_argument("--build", type=Path, default=ROOT / "build/peers", help="where the environments are")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS], help="the first is the reference")
+    parser.add_argument("--systems", nargs="+", choices=ENCODERS, default=[*ENCODERS], help="first: the reference")
     parser.add_argument("--cells", nargs="+", type=lambda text: tuple(map(int, text.split(","))), default=CELLS)
     args = parser.parse_args()
     threads, model = machine.cpu_threads(), args.build / "models" / "t5-base-encoder"
     save_encoder(MODEL, model)
     workers = {name: start(name, model, args.build, threads) for name in tqdm(args.systems, desc="loading")}
     loaded: list[Row] = [
-        {"measured": "memory", "system": name, "model": MODEL, "precision": SYSTEMS[name][2],
+        {"measured": "memory", "system": name, "model": MODEL, "precision": ENCODERS[name][2],
          "peak_memory_bytes": worker.peak}
         for name, worker in workers.items()
     ]  # fmt: skip

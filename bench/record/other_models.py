@@ -144,7 +144,7 @@ def main() -> None:
                 continue
             rows += [{**row, "cell": name} for row in measure()]
             write_rows(args.json, rows, command=command)
-            gc.collect()  # sessions of a size that the next part shall not stand beside
+            gc.collect()  # sessions of a size that must not stay while the next part runs
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def chosen_cells(wanted: str | None, grid: Sequence[Work]) -> list[Work]:
     """The cells of the grid, or the one that was asked for."""
     cells = [cell for cell in grid if wanted in (None, f"{cell.batch},{cell.source_tokens},{cell.beams}")]
     if not cells:
-        raise InputError(f"--cell is {wanted!r}; give batch, source tokens and beams of the grid, as in 32,512,4.")
+        raise InputError(f"--cell must be batch, source tokens and beams of the grid, as in 32,512,4, got {wanted!r}.")
     return cells
 
 
@@ -111,7 +111,7 @@ def chosen_systems(wanted: Sequence[str] | None, grid: Grid) -> list[list[PeerSy
     """The grid's groups of systems, or of these what was asked for and the reference."""
     known = {system.name for group in grid.systems() for system in group}
     if unknown := {*(wanted or ())} - known:
-        raise InputError(f"--systems has {sorted(unknown)}; there are {sorted(known)}.")
+        raise InputError(f"--systems must be of {sorted(known)}, got {sorted(unknown)}.")
     return grid.systems(wanted)
 
 

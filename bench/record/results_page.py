@@ -5,6 +5,7 @@ python -m bench.record.results_page
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def pictures(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     page = DOCS / "results.md"
     page.write_text(tables(page.read_text(encoding="utf-8")), encoding="utf-8")
     pictures(DOCS)

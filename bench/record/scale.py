@@ -23,7 +23,7 @@ COMMAND = "python -m bench.record.scale"
 MODEL, LIMIT_S = "mini", 1.0
 TEXT = "translate English to French: " + "very " * 17 + "old"  # as long as the mean of that load
 TOKENS = [*range(SHORT[0], SHORT[1] + 1)] * ((SHARE_LONG - 1) * 2) + [LONG] * 10
-REPLICAS, SECONDS = (1, 10, 100, 1000), 7.0  # of each simulated load, as of a measured one (`bench/record/serving.py`)
+REPLICAS, SECONDS = (1, 10, 100, 1000), 7.0  # of each simulated load, as in measured loads (`bench/record/serving.py`)
 FAILURES = Failures(every_s=120.0, restart_s=10.0)  # hundreds of times as often as machines fail
 
 

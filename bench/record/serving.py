@@ -61,7 +61,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "random:t5-small"
 LIMIT_S = {"mini": 1.0, SHAPE: 4.0}
 LENGTHS = (32, 64, 128, 256, 512)
-SEQUENTIAL, NEW_TOKENS = 50, 8  # the seeds' protocol: so many requests, one after the other, for each source length
+SEQUENTIAL, NEW_TOKENS = 50, 8  # the posts' protocol: so many requests, one after the other, for each source length
 CLIENTS = 16
 IN_TURN, RAY = "Triton, iterative sequences", "Ray Serve, static batches"
 LAST = (IN_TURN, RAY)  # those that come when all others are measured
@@ -177,7 +177,7 @@ def lead(backend: Backend, job: GenerationRequest, alone: Sequence[int], other: 
 
 
 def sequential(running: Running, model: Model, length: int, requests: int) -> Row:
-    """The seeds' protocol: random requests one after the other, their mean and deviation."""
+    """The posts' protocol: random requests one after the other, their mean and deviation."""
     rng = np.random.default_rng(length)
     bodies = [
         {"text": model.text(rng, length), "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
@@ -254,7 +254,7 @@ class Measuring:
         return Running(server, self.logs / f"{server.name.replace(' ', '-')}.log", **how)
 
     def alone(self, server: Server) -> Iterator[Row]:
-        """Equality, the closed loop, the open one up to the knee, and the seeds' protocol."""
+        """Equality, the closed loop, the open one up to the knee, and the posts' protocol."""
         plan = self.plan
         with self.running(server) as running:
             yield {"measured": "start", "seconds": running.started_s}

@@ -17,15 +17,16 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-from playwright.sync_api import Browser, Page, sync_playwright
+from typing import TYPE_CHECKING, Any
 
 from bench.precision import backend_scores
 from bench.results import Row, record_parser, write_rows
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.graphs.manifest import read_manifest
 from t5accel.tokenization import TokenizerFile
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "web"
@@ -58,6 +59,8 @@ class Site:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """The browser that ``CHROMIUM`` names."""
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         # No sandbox in containers and as root; it opens our own server only.
         options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]

@@ -1,4 +1,4 @@
-"""Hostile requests, of every size, encoding and depth: what no friend would send, and what a server makes of it."""
+"""Malformed and oversized requests for fuzzing the server."""
 
 from __future__ import annotations
 

@@ -47,21 +47,19 @@ class Load:
         if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
             raise InputError(f"url must begin with http://, got {self.url!r:.80}. Give one like http://127.0.0.1:8000.")
         if urlsplit(self.url).hostname not in HERE:
-            raise InputError(f"url is {self.url!r:.80}; load is for servers on this machine: {', '.join(HERE)}.")
+            raise InputError(f"url must be of a server on this machine ({', '.join(HERE)}), got {self.url!r:.80}.")
         if not self.requests:
-            raise InputError("requests is empty; give at least one body.")
+            raise InputError("requests must hold at least one body, got none.")
         if (self.rate_per_s is None) == (self.clients is None):
             raise InputError("Give rate_per_s for an open loop, or clients for a closed one.")
         for name in ("seconds", "rate_per_s"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and 0 < value < math.inf):
-                raise InputError(f"{name} is {value!r}; give a number above 0.")
+                raise InputError(f"{name} must be a number above 0, got {value!r}.")
         if self.clients is not None:
             as_count(self.clients, "clients", at_least=1)
-        if self.rate_per_s is not None and self.rate_per_s * self.seconds > MOST_REQUESTS:
-            raise InputError(
-                f"That would be some {self.rate_per_s * self.seconds:.0f} requests; {MOST_REQUESTS} may be."
-            )
+        if self.rate_per_s is not None and (total := self.rate_per_s * self.seconds) > MOST_REQUESTS:
+            raise InputError(f"rate_per_s * seconds must be at most {MOST_REQUESTS} requests, got {total:.0f}.")
 
     def moments(self) -> np.ndarray:
         """(n,) seconds from the start at which the open loop sends."""

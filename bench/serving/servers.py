@@ -349,7 +349,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description="Serve a model in one of the usual ways, on 127.0.0.1.")
     parser.add_argument("kind", choices=[*KINDS, "ray"])
-    parser.add_argument("model", help="as of t5accel serve; of ray an export, of bert also a graph (.onnx)")
+    parser.add_argument("model", help="t5accel serve's --model; with ray an export; with bert also a graph (.onnx)")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--threads", type=int, default=machine.cpu_threads())
     parser.add_argument("--tokenizer", help="of bert: its folder")

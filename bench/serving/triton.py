@@ -81,7 +81,7 @@ def write_repository(
     as_count(threads, "threads", at_least=1)
     name = Path(model).name if name is None else name
     if not name.replace("-", "").replace("_", "").isalnum():
-        raise InputError(f"name is {name!r}: Triton takes letters, digits, - and _; give another one.")
+        raise InputError(f"name must be of letters, digits, - and _ for Triton, got {name!r}. Give another one.")
     require_tokenizer(model)
     export, manifest = cached_export_and_manifest(model, precision=precision, progress=progress)
     if "tokenizer.json" not in manifest.files:

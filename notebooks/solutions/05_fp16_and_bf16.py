@@ -18,7 +18,7 @@ for dtype, end in ((torch.float16, 2048), (torch.bfloat16, 256)):
 first = next(factor for factor in (2**n for n in range(1, 12)) if max(streams) * factor > END)
 for factor, fails in ((first // 4, False), (first, True)):
     with warnings.catch_warnings(action="ignore"):
-        graph = export(rescaled(models[torch.float32], factor))
+        graph = export(scale_residual_stream(models[torch.float32], factor))
     assert np.isnan(to_the_letter(converted(graph, inside))[0]).any() == fails, factor
 
 # %% Exercise 3: wo is fp32, so its output is; the sum of fp16 and fp32 is fp32, and the stream stays so from there on.

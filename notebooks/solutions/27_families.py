@@ -2,8 +2,8 @@
 
 
 # %% Your turn: a column number, or a running count of the real tokens.
-def position_rows(is_real, offset, skips_padding, pad):
-    if skips_padding:
+def position_rows(is_real, offset, positions_skip_padding, pad):
+    if positions_skip_padding:
         return is_real.cumsum(dim=1) * is_real + pad
     return (torch.arange(is_real.shape[1]) + offset).expand(is_real.shape)
 

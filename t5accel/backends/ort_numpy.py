@@ -290,7 +290,7 @@ class OrtNumpy:
         from t5accel.backends.openvino_encoder import OpenvinoEncoder
 
         if (there := self.manifest.recipe["name"]) != "fp32":
-            raise InputError(f"openvino=True needs an export in fp32, got {there} in {self.folder}.")
+            raise InputError(f"The export must be in fp32 with openvino=True, got {there} in {self.folder}.")
         settings = self.settings
         return OpenvinoEncoder(self.folder / ENCODER, threads=settings.threads, precision=settings.encoder_precision)
 

@@ -65,7 +65,7 @@ class SessionSettings:
                 f"{self.encoder_precision!r}."
             )
         if self.openvino and self.device != "cpu":
-            raise InputError(f"openvino=True needs device='cpu', got {self.device!r}.")
+            raise InputError(f"device must be 'cpu' with openvino=True, got {self.device!r}.")
         as_level(self.graph_optimization, "graph_optimization")
 
 

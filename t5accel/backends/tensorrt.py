@@ -132,9 +132,9 @@ def plan(manifest: Manifest, sizes: Sizes | None = None) -> Plan:
         raise InputError(f"The export must be in fp32 or fp16, got {recipe['name']}.")
     manifest.require_whole_model("the export")
     if (kind := manifest.family.get("model_type")) in GEMMAS:
-        raise InputError(f"TensorRT runs no {kind}: give accelerate() device='cpu'.")
+        raise InputError(f"The export must be of no {kind} for TensorRT, got one. Give accelerate() device='cpu'.")
     if manifest.optimized:
-        raise InputError("The export was optimised for ONNX Runtime. Give the one that it was made from.")
+        raise InputError("The export must be portable, got one optimised for ONNX Runtime. Give the one it came from.")
     graphs = {name: _graph_plan(manifest.graphs[name], sizes) for name in (ENCODER, DECODER)}
     read = {name: entry["sha256"] for name, entry in manifest.files.items() if name in (ENCODER, DECODER, WEIGHTS)}
     return Plan(graphs, sizes, json.dumps(read, sort_keys=True))

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static_buffers import KEPT_BYTES, LONGEST_RUN, KVCache, StaticBuffers, capture_graph, made
+from t5accel.backends import torch_static_buffers
+from t5accel.backends.torch_static_buffers import KEPT_BYTES, KVCache, StaticBuffers, capture_graph, made
 from t5accel.backends.torch_static_loops import keeps_state, run_beams, run_samples, step_tokens
 from t5accel.backends.torch_static_model import StaticT5
 from t5accel.checks import as_count
@@ -99,7 +100,7 @@ class TorchStatic:
             raise InputError(f"buckets must be ascending lengths, got {buckets!r}.")
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         if self.graphs and self.device.type != "cuda":
-            raise InputError(f"graphs=True needs a model on a GPU, and this one is on {self.device}: leave it out.")
+            raise InputError(f"The model must be on a GPU with graphs=True, got one on {self.device}. Leave it out.")
         self._longest_source = math.inf
         if (table := self.decoder.encoder.positions) is not None:
             self._longest_source = len(table) - self.decoder.encoder.first
@@ -170,12 +171,12 @@ class TorchStatic:
 
     @keeps_state
     def run_greedy(self, state: StaticState, k: int, *, suppressed: SuppressedTokens = None) -> np.ndarray:
-        """Take up to ``k`` greedy steps, at most `LONGEST_RUN`; the host reads the tokens (B, K, n) once, at the end.
+        """Take up to ``k`` greedy steps, at most `MAX_QUEUED_STEPS`; the host reads tokens (B, K, n) once, at the end.
 
         The first step reads the start token, or the last choice of `next_tokens` or `run_greedy`. Rows do not stop at
         an end token.
         """
-        count = min(k, LONGEST_RUN)
+        count = min(k, torch_static_buffers.MAX_QUEUED_STEPS)
         self._make_room(state, count)
         buffers = state.buffers
         self._advance(buffers, suppressed, count)

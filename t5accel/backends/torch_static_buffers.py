@@ -22,7 +22,7 @@ import torch
 from t5accel.decoding.backend import SuppressedTokens
 
 KEPT_BYTES = 2 * 2**30  # of buffers not in use, of encoders, of running rows; their graphs' own memory comes on top
-LONGEST_RUN = 64  # tokens that the buffers hold before the host has to read them
+MAX_QUEUED_STEPS = 64  # tokens that the buffers hold before the host has to read them
 Made = TypeVar("Made")
 WARM_UP_STEPS = 2  # before a graph is captured; libraries choose their kernels in them
 _CAPTURING = threading.Lock()  # a graph would hold whatever another thread queues on the side stream meanwhile
@@ -137,7 +137,7 @@ class StaticBuffers:
     offsets: torch.Tensor  # (W,) int64, each place less one: a position minus that is their distance, plus one
     lengths: torch.Tensor  # (R,) int64, real positions of each row
     token: torch.Tensor  # (R, 1) int64, chosen and not read yet
-    generated: torch.Tensor  # (R, LONGEST_RUN) int64, the tokens of a run
+    generated: torch.Tensor  # (R, MAX_QUEUED_STEPS) int64, the tokens of a run
     count: torch.Tensor  # (1,) int64, the steps of a run so far
     logits: torch.Tensor  # (R, V) float32, after the last position
     logit_bias: torch.Tensor  # (V,) float32, -inf for suppressed tokens

@@ -19,7 +19,7 @@ import torch
 from t5accel.backends.torch_static_buffers import StaticBuffers, capture_graph
 from t5accel.backends.torch_static_model import StaticT5
 from t5accel.decoding.backend import NOT_FINITE, SuppressedTokens
-from t5accel.decoding.beam import LONGEST_RUN
+from t5accel.decoding.beam import MAX_BEAM_STEPS
 from t5accel.decoding.sampling import SamplingParams
 from t5accel.errors import EngineError
 
@@ -86,10 +86,10 @@ class BeamLoop(Loop):
         self.ends = torch.tensor(ends, device=device)
         self.scores = torch.zeros(batch, beams, device=device)  # the sum of the log-probabilities of each beam so far
         self.first_rows = torch.arange(0, batch * beams, beams, device=device)[:, None]
-        # For each step the best continuations of a source, best first, (LONGEST_RUN, B, m) each: their scores, which
+        # For each step the best continuations of a source, best first, (MAX_BEAM_STEPS, B, m) each: their scores, which
         # of the K beams they continue, and their tokens.
         types = (torch.float32, torch.int64, torch.int64)
-        self.candidates = [torch.zeros(LONGEST_RUN, batch, self.m, dtype=dtype, device=device) for dtype in types]
+        self.candidates = [torch.zeros(MAX_BEAM_STEPS, batch, self.m, dtype=dtype, device=device) for dtype in types]
 
     def step(self, buffers: StaticBuffers) -> None:
         batch, beams = self.scores.shape
@@ -126,9 +126,9 @@ class SampleLoop(Loop):
         self.numbers = {
             name: torch.tensor(getattr(sampling, name), dtype=torch.float64, device=device) for name in _NUMBERS
         }
-        self.uniform = torch.zeros(LONGEST_RUN, rows, dtype=torch.float64, device=device)
-        self.totals = torch.zeros_like(self.uniform)  # of `draw`, for the host: a graph raises no error
-        self.generated = torch.zeros(LONGEST_RUN, rows, dtype=torch.int64, device=device)
+        self.uniform = torch.zeros(MAX_BEAM_STEPS, rows, dtype=torch.float64, device=device)
+        self.totals = torch.zeros_like(self.uniform)  # of `sample_token`, for the host: a graph raises no error
+        self.generated = torch.zeros(MAX_BEAM_STEPS, rows, dtype=torch.int64, device=device)
         self.seen = None  # (R, V) bool, the tokens in each row's history
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(rows, decoder.dims.vocab_size, dtype=torch.bool, device=device)
@@ -141,7 +141,7 @@ class SampleLoop(Loop):
         else:
             last = last_of(scores, self.sampling.top_k)
         odds = probabilities(scores, last, self.sampling, self.numbers)
-        token, total = draw(odds, self.uniform.index_select(0, buffers.count).T)  # (R, 1) both
+        token, total = sample_token(odds, self.uniform.index_select(0, buffers.count).T)  # (R, 1) both
         if self.few:
             token = tokens.gather(1, token)
         if self.seen is not None:
@@ -220,12 +220,12 @@ def probabilities(
     return odds
 
 
-def draw(odds: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw as `decoding.sampling.draw`: (R, V) odds and (R, 1) numbers from 0 to below 1 -> (R, 1) int64.
+def sample_token(odds: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw as `decoding.sampling.sample_token`: (R, V) odds and (R, 1) numbers from 0 to below 1 -> (R, 1) int64.
 
     Beside them each row's sum of odds, (R, 1): where it is not finite, or 0, nothing was drawn.
 
-    >>> draw(torch.tensor([[0, 0.5, 0, 0.5], [3, 0, 0, 1]]), torch.tensor([[0.0], [0.8]]))[0].tolist()
+    >>> sample_token(torch.tensor([[0, 0.5, 0, 0.5], [3, 0, 0, 1]]), torch.tensor([[0.0], [0.8]]))[0].tolist()
     [[1], [3]]
     """
     # Sums that a GPU adds up in parallel may fall by the last bit: where there are no odds they do not count.
@@ -310,7 +310,7 @@ def run_beams(
     ends: tuple[int, ...], suppressed: SuppressedTokens = None, renormalized: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Take up to ``k`` steps of beam search, as `Backend` documents them. After a failure begin with a new state."""
-    count = min(k, LONGEST_RUN)
+    count = min(k, MAX_BEAM_STEPS)
     make = partial(BeamLoop, ends=ends, renormalized=renormalized)
     loop = _start(backend, state, input_ids, count, suppressed, ("beams", ends, renormalized), make)
     loop.scores.copy_(torch.from_numpy(scores))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from t5accel.backends.torch_static_buffers import LONGEST_RUN, KVCache, StaticBuffers
+from t5accel.backends.torch_static_buffers import MAX_QUEUED_STEPS, KVCache, StaticBuffers
 from t5accel.errors import NotT5Error
 from t5accel.models.families import Family, dims_of, family_of_model, position_table
 from t5accel.models.t5_math import logit_scale, relative_position_bucket
@@ -240,7 +240,7 @@ class StaticT5:
             offsets=torch.arange(width, device=self.device) - 1,
             lengths=torch.zeros(whole, **integers),
             token=torch.zeros((whole, 1), **integers),
-            generated=torch.zeros((whole, LONGEST_RUN), **integers),
+            generated=torch.zeros((whole, MAX_QUEUED_STEPS), **integers),
             count=torch.zeros(1, **integers),
             logits=torch.zeros((whole, dims.vocab_size), **floats),
             logit_bias=torch.zeros(dims.vocab_size, **floats),
@@ -328,11 +328,11 @@ class StaticT5:
         """
         hidden = functional.embedding(tokens, stack.embedding)
         if stack.positions is not None:
-            if self.family.skips_padding and whole:
+            if self.family.positions_skip_padding and whole:
                 places = (tokens != self.config.pad_token_id).cumsum(1) - 1
             # Beyond the table are only the places of a bucket that no token has, and rows that have ended.
             numbers = (places + stack.first).clamp_(max=len(stack.positions) - 1)
-            if self.family.skips_padding:
+            if self.family.positions_skip_padding:
                 numbers = numbers.masked_fill(tokens == self.config.pad_token_id, self.config.pad_token_id)
             hidden = torch.add(functional.embedding(numbers, stack.positions), hidden, alpha=self.embedding_scale)
             if stack.norm_embedding is not None:
@@ -359,7 +359,7 @@ class StaticT5:
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> Any:
         """(N, H, n, d) -> (N, n, H * d). T5 does not divide scores by the root of d."""
-        scale = query.shape[-1] ** -0.5 if self.family.scales_attention else 1.0
+        scale = query.shape[-1] ** -0.5 if self.family.has_scaled_attention else 1.0
         attended = functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
         return attended.transpose(1, 2).flatten(2)
 

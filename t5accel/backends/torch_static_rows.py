@@ -194,7 +194,7 @@ class TorchStaticRows:
 
     @torch.inference_mode()
     def run(self, plan: np.ndarray, count: int, forced: tuple[Sequence[int], Sequence[int]] = ((), ())) -> np.ndarray:
-        """Take ``count`` steps of every row, at most `LONGEST_RUN`; the host waits once, at the end.
+        """Take ``count`` steps of every row, at most `MAX_QUEUED_STEPS`; the host waits once, at the end.
 
         Args:
             plan: (3, R) int64, as in `RowBuffers`. No row may get more than W positions.

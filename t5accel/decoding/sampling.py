@@ -11,7 +11,7 @@ import numpy as np
 
 from t5accel.checks import as_count, is_number
 from t5accel.decoding.backend import NOT_FINITE, Backend, State, shrunk
-from t5accel.decoding.beam import FIRST_RUN, LONGEST_RUN
+from t5accel.decoding.beam import FIRST_RUN, MAX_BEAM_STEPS
 from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
 from t5accel.decoding.token_constraints import is_eos
 from t5accel.errors import EngineError, InputError
@@ -89,7 +89,7 @@ def probabilities(
     return odds
 
 
-def draw(odds: np.ndarray, uniform: Any) -> np.ndarray:
+def sample_token(odds: np.ndarray, uniform: Any) -> np.ndarray:
     """Draw tokens (…) by inverting the distribution function at ``uniform`` numbers (…) in [0, 1).
 
     Odds (…, V) need not sum to 1; a token with odds 0 is never drawn.
@@ -172,7 +172,7 @@ def sample(
     """
     names = [field.name for field in fields(SamplingParams)]
     if unknown := options.keys() - {*names}:
-        raise InputError(f"sample has no option {', '.join(sorted(unknown))}. Options of sampling: {', '.join(names)}.")
+        raise InputError(f"Options of sampling must be of {', '.join(names)}, got {', '.join(sorted(unknown))}.")
     if sampling is not None and (options or not isinstance(sampling, SamplingParams)):
         raise InputError(f"sampling must be a SamplingParams, without its options beside it, got {sampling!r}.")
     sampling = sampling or SamplingParams(**options)
@@ -237,8 +237,8 @@ def run_steps(
                 if suppressed is not None:
                     logits[:, suppressed] = -np.inf
                 odds = probabilities(logits, history[rows][places], sampling)
-                found[rows[places], 0] = draw(odds, uniform[places, 0])
-            unread, at_once = found[:, -1:], min(2 * at_once, LONGEST_RUN)
+                found[rows[places], 0] = sample_token(odds, uniform[places, 0])
+            unread, at_once = found[:, -1:], min(2 * at_once, MAX_BEAM_STEPS)
         history = np.concatenate([history, found], axis=1)
         for tokens in found.T:
             going = np.flatnonzero(is_open)

@@ -15,7 +15,7 @@ import numpy as np
 from t5accel.checks import as_count
 from t5accel.decoding.backend import VOCABULARY, Backend, State
 from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
-from t5accel.decoding.sampling import SamplingParams, draw, generators, probabilities
+from t5accel.decoding.sampling import SamplingParams, generators, probabilities, sample_token
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, TokenConstraints, truncate_at_eos
 from t5accel.errors import InputError
 
@@ -321,7 +321,7 @@ class DraftModel:
         uniform = np.zeros(len(rows))  # rows without a draft draw nothing: their draws do not depend on other rows
         for place in places:
             uniform[place] = self.draws[rows[place]].random()
-        return draw(odds, uniform)
+        return sample_token(odds, uniform)
 
 
 class AdaptiveDraftLength:
@@ -407,5 +407,5 @@ def accept_or_resample(
         if random.random() * q[proposed] >= p[proposed]:
             missing = np.maximum(p - q, 0)
             # Nothing is missing if p and q differ by rounding only; then p itself is right.
-            return [*draft[:count], int(draw(missing if missing.any() else p, random.random()))]
-    return [*draft, int(draw(ours[len(draft)], random.random()))]
+            return [*draft[:count], int(sample_token(missing if missing.any() else p, random.random()))]
+    return [*draft, int(sample_token(ours[len(draft)], random.random()))]

@@ -60,8 +60,9 @@ def stream(
     try:
         bound = signature.bind(backend=backend, input_ids=input_ids, attention_mask=attention_mask, **options)
     except TypeError as error:
-        known = ", ".join(list(signature.parameters)[1:])
-        raise InputError(f"{algorithm}: {error}. It takes {known}.") from error
+        known = [*signature.parameters][1:]
+        got = ", ".join(sorted(options.keys() - known)) or "no draft"
+        raise InputError(f"Options of {algorithm} must be of {', '.join(known)}, got {got}.") from error
     return start(*bound.args, **bound.kwargs).chunks()
 
 

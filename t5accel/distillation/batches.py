@@ -33,7 +33,7 @@ _FORMAT = 'Give {"source": …, "target": …}, the source with its prefix'
 
 
 @dataclass(frozen=True)
-class Part:
+class TaskShare:
     """One task's share of a step."""
 
     task: str
@@ -47,7 +47,7 @@ class Phase:
     """Parts of every step from ``from_step`` on: the first part once, the others ``per_step`` times."""
 
     from_step: int
-    parts: tuple[Part, ...]
+    parts: tuple[TaskShare, ...]
     dropout: float | None = None  # replaces the run's own
 
     def weights(self, batches: list[TaskBatch]) -> tuple[float, ...]:
@@ -63,7 +63,7 @@ class Mixture:
 
     examples: Mapping[str, Sequence[Example] | Draw]  # by task: a list to draw from, or a function that draws one
     curriculum: tuple[Phase, ...]  # from steps 0 < … , multiples of steps_per_block
-    forbidden: frozenset[str] = frozenset()  # sources never trained on, such as those of the evaluation sets
+    excluded_sources: frozenset[str] = frozenset()  # sources never trained on, such as those of the evaluation sets
     steps_per_block: int = 50
     by_teacher: bool = False  # the targets of lists were written by the teacher, as the loss "sequence" needs
 
@@ -137,10 +137,10 @@ def mix_examples(
     weights: Sequence[float] | None = None,
     *,
     tokens: int = 5000,
-    forbidden: Iterable[str] = (),
+    excluded_sources: Iterable[str] = (),
     by_teacher: bool = False,
 ) -> Mixture:
-    """A `Mixture` that draws from several lists with replacement, one batch of ``tokens`` (see `Part`) a step.
+    """A `Mixture` that draws from several lists with replacement, one batch of ``tokens`` (see `TaskShare`) a step.
 
     ``weights`` are the probabilities of the lists up to a factor, by default their lengths.
     """
@@ -152,15 +152,15 @@ def mix_examples(
     tokens = as_count(tokens, "tokens", at_least=1)
     together = [example for rows in examples for example in rows]
     each = [weight / len(rows) for weight, rows in zip(weights, examples, strict=True) for _ in rows]
-    forbidden = frozenset(forbidden)
-    if all(source in forbidden for source, _ in together):
+    excluded = frozenset(excluded_sources)
+    if all(source in excluded for source, _ in together):
         raise InputError("Every source is among those to evaluate with. Give other examples to train on.")
     chances = list(accumulate(each))
 
     def draw(rng: random.Random) -> Example:
         return rng.choices(together, cum_weights=chances)[0]
 
-    return Mixture({"examples": draw}, (Phase(0, (Part("examples", tokens),)),), forbidden, by_teacher=by_teacher)
+    return Mixture({"examples": draw}, (Phase(0, (TaskShare("examples", tokens),)),), excluded, by_teacher=by_teacher)
 
 
 def as_mixture(examples: Rows | Mixture, tokenizer: PreTrainedTokenizerBase) -> Mixture:
@@ -209,13 +209,13 @@ def draw_batches(
     encode: Encode,
     tokens: int,
     count: int,
-    forbidden: frozenset[str],
+    excluded_sources: frozenset[str],
     rng: random.Random,
 ) -> list[Batch]:
-    """Draw ``count`` shuffled batches of one task, without ``forbidden`` sources."""
+    """Draw ``count`` shuffled batches of one task, without ``excluded_sources``."""
     batches: list[Batch] = []
     while len(batches) < count:
-        examples = [e for e in (example() for _ in range(64 * count)) if e[0] not in forbidden]
+        examples = [e for e in (example() for _ in range(64 * count)) if e[0] not in excluded_sources]
         if not examples:
             raise InputError(f"All {64 * count} examples drawn are in the evaluation sets. Give others.")
         batches += encode_and_pack(examples, encode, tokens)
@@ -229,11 +229,11 @@ def draw_block(mixture: Mixture, encode: Encode, seed: int, number: int) -> Iter
     steps = mixture.steps_per_block
     first, *rest = mixture.phase(number * steps).parts
 
-    def draw(part: Part) -> list[TaskBatch]:
+    def draw(part: TaskShare) -> list[TaskBatch]:
         given = mixture.examples[part.task]
         example = partial(given, rng) if callable(given) else partial(rng.choice, given)
-        batches = draw_batches(example, encode, part.tokens, round(steps * part.per_step), mixture.forbidden, rng)
-        return [(part.task, batch) for batch in batches]
+        found = draw_batches(example, encode, part.tokens, round(steps * part.per_step), mixture.excluded_sources, rng)
+        return [(part.task, batch) for batch in found]
 
     leading = draw(first)
     others = [batch for part in rest for batch in draw(part)]

@@ -43,7 +43,7 @@ class Positions:
         if self.family.is_relative:
             return None
         graph = self.graph
-        if not self.family.skips_padding:
+        if not self.family.positions_skip_padding:
             # Not (S,): of rows that a Range numbers ONNX Runtime 1.31 makes a Slice that it cannot run.
             first = graph.constant(self.first)
             numbers = graph.op("Range", first, graph.op("Add", graph.size("input_ids", 1), first), graph.constant(1))
@@ -83,7 +83,7 @@ class Positions:
         # A finished row that stays in the batch for the others may outgrow the table.
         last = len(self.weights.array("decoder.embed_positions.weight")) - 1
         numbers = self.graph.op("Min", numbers, self.graph.constant(last))
-        if not self.family.skips_padding:
+        if not self.family.positions_skip_padding:
             return numbers
         is_padding = self.graph.op("Equal", "input_ids", self.graph.constant(self.pad))
         return self.graph.op("Where", is_padding, self.graph.constant(self.pad), numbers)

@@ -129,7 +129,7 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         arrays = {name: array for name, array in arrays.items() if not name.endswith(".bias") or "norm" in name}
     d_model = config.d_model
     encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
-    if family.scales_attention:  # 1 / sqrt(d) goes into the weights and biases of the queries
+    if family.has_scaled_attention:  # 1 / sqrt(d) goes into the weights and biases of the queries
         for name in [name for name in arrays if ".q." in name]:
             width = d_model // (decoder_heads if name.startswith("decoder.") else encoder_heads)
             arrays[name] = arrays[name] * np.float32(width**-0.5)

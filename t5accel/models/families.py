@@ -20,9 +20,9 @@ class Family:
     norm_first: bool = False  # norms before each part and after the last layer; else after each part
     norm_embedding: bool = False
     position_offset: int | None = 0  # row of the first position in its table; None: distances in attention scores
-    skips_padding: bool = False  # positions count real tokens only, and the offset starts at the pad id
+    positions_skip_padding: bool = False  # positions count real tokens only, and the offset starts at the pad id
     biases: bool = True  # of linear layers
-    scales_attention: bool = True  # scores are divided by the root of the heads' width
+    has_scaled_attention: bool = True  # scores are divided by the root of the heads' width
     scales_embedding: bool = True  # by the root of d_model, where the configuration says so
     head_bias: bool = True  # of the logits; 0 in most checkpoints
     # Published checkpoints by their name behind "random:": keyword arguments of the configuration.
@@ -38,7 +38,7 @@ class Family:
 
     def first_position(self, pad_token_id: int) -> int:
         """The first token's row in the table of positions."""
-        return (self.position_offset or 0) + (pad_token_id if self.skips_padding else 0)
+        return (self.position_offset or 0) + (pad_token_id if self.positions_skip_padding else 0)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ T5 = Family(
     norm_first=True,
     position_offset=None,
     biases=False,
-    scales_attention=False,
+    has_scaled_attention=False,
     scales_embedding=False,
     head_bias=False,
 )
@@ -131,7 +131,7 @@ M2M_100 = Family(
     "M2M100ForConditionalGeneration",
     norm_first=True,
     position_offset=1,
-    skips_padding=True,
+    positions_skip_padding=True,
     head_bias=False,
     sizes={
         "nllb-200-distilled-600M": dict(_NLLB, vocab_size=256206),

@@ -94,8 +94,8 @@ def serve(context: typer.Context) -> None:
     try:
         settings = settings_class(**context.obj)
     except ValidationError as error:
-        found = error.errors()[0]
-        raise InputError(f"{found['loc'][0]} is {found['input']!r:.80}: {found['msg']}.") from error
+        (name, *_), message, value = (error.errors()[0][key] for key in ("loc", "msg", "input"))
+        raise InputError(f"{name} {message.replace('Input should', 'must', 1)}, got {value!r:.80}.") from error
     (ray_router if settings.engine == Engine.ray else server).serve(settings)
 
 
@@ -140,7 +140,7 @@ def batch(
     address: Annotated[
         str | None, typer.Option(help="The address of a Ray cluster. Default: one that is started on this machine.")
     ] = None,
-    stuck_s: Annotated[
+    unhealthy_after_s: Annotated[
         float | None,
         typer.Option(help="End the job if no actor of Ray was heard of for this many seconds. Default: 600."),
     ] = None,
@@ -149,16 +149,16 @@ def batch(
 
     The exit status is 2 if every row was rejected, and with --strict if any was.
     """
-    from t5accel.serve.batch.job import Model, Settings, in_this_process, run
+    from t5accel.serve.batch.job import JobSettings, ModelSource, in_this_process, run
     from t5accel.serve.ray_batch import on_ray
 
-    of_ray = {name: value for name, value in (("address", address), ("stuck_s", stuck_s)) if value is not None}
-    for name in of_ray if engine == Engine.local else ():
-        raise InputError(f"{name} is for engine ray, and the engine is local. Give --engine ray, or leave it out.")
+    of_ray = {k: v for k, v in dict(address=address, unhealthy_after_s=unhealthy_after_s).items() if v is not None}
+    for name, value in of_ray.items() if engine == Engine.local else ():
+        raise InputError(f"{name} must be unset with engine local, got {value!r}. Give --engine ray, or omit it.")
     if (out is None) == (folder is None):
         raise InputError("batch needs one folder for the answers. Give --out FOLDER.")
     out = out or folder
-    settings = Settings(
+    settings = JobSettings(
         column=column,
         prefix=prefix,
         output_column=output_column,
@@ -173,7 +173,7 @@ def batch(
         skip_special_tokens=not keep_special_tokens,
     )
     chosen = partial(on_ray, **of_ray) if engine == Engine.ray else in_this_process
-    runs = Model(model, precision and precision.value, threads)
+    runs = ModelSource(model, precision and precision.value, threads)
     with kept(f"Finished files of answers are kept in {out}; the same command goes on."):
         done, before = run(given, out, runs, settings, engine=chosen, progress=True)
     rows = before.answered + before.rejected

@@ -15,7 +15,7 @@ from t5accel.serve.running_batch import RunningBatch, RunningSequence, each_alon
 MAX_STEPS = 8  # between two readings of a device's tokens
 MAX_CHUNK_S = 0.02  # of these steps, by `MANY_ROWS`, and less by fewer: newcomers and streams wait that long
 MANY_ROWS = 32
-PATIENCE = 256  # steps in shapes that are larger than needed, before rows move to a smaller one
+SHRINK_AFTER_STEPS = 256  # steps in shapes that are larger than needed, before rows move to a smaller one
 LENGTH, TOKEN, SHORTEST, SOURCE = range(4)  # of each row's column in the table; the device gets the first three
 IDLE = np.array([[0], [0], [-1], [0]])
 
@@ -80,7 +80,7 @@ class DeviceRunningBatch(RunningBatch):
         count = 1 if others else self._count()
         self._fit(rows=self.rows, source=1, ahead=count)
         first = [part for part in greedy if not part.tokens]
-        forced = [(int(part.rows[0]), part.forced) for part in first if part.forced is not None]
+        forced = [(int(part.rows[0]), part.forced_token) for part in first if part.forced_token is not None]
         began = self._clock()
         found = self.encoder.run(self._table[:SOURCE], count, tuple(zip(*forced, strict=True)) or ((), ()))
         self._update_step_time((self._clock() - began) / count)
@@ -127,7 +127,7 @@ class DeviceRunningBatch(RunningBatch):
         held = self.encoder.shape
         fits = all(new <= old for new, old in zip(wanted, held, strict=True))
         self._oversized_steps = self._oversized_steps + ahead if fits and wanted != held and self.rows else 0
-        if fits and self.rows and self._oversized_steps < PATIENCE:
+        if fits and self.rows and self._oversized_steps < SHRINK_AFTER_STEPS:
             return
         if wanted != held:
             kept = np.concatenate([part.rows for part in self.parts]) if self.parts else np.empty(0, dtype=np.int64)

@@ -151,7 +151,7 @@ class EmbeddingService(TextService):
     def _tokens(self, text: str) -> np.ndarray:
         ids, mask = tokenize(self.tokenizer, [text])
         if (length := int(mask.sum())) > self._most:
-            raise too_long(f"A text has {length} tokens, and {self._most} are allowed", "input")
+            raise too_long(f"A text must have at most {self._most} tokens, got {length}", "input")
         ids, mask = self.encoder.checked(ids, mask)
         return ids[mask == 1]
 

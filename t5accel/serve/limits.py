@@ -85,7 +85,7 @@ def require_place(what: str, waiting: int, more: int, most: int, wait_s: float) 
     ``wait_s`` is the estimate of the seconds until there is a place.
     """
     if more > most:
-        raise InputError(f"The request counts as {more} {what}, and {most} may wait. Send it in parts.")
+        raise InputError(f"The request must count as at most {most} {what}, got {more}. Send it in parts.")
     if waiting + more > most:
         retry = min(max(1, math.ceil(wait_s)), LONGEST_RETRY_S)
         raise QueueFullError(f"{waiting} {what} are waiting and {most} may: try again in {retry} s.", retry)
@@ -127,7 +127,7 @@ class EncoderLatency:
         """Estimate for one source of this length; infinity before the first measurement."""
         return self._per_token.get(length_bucket(length), math.inf) * length
 
-    def learn(self, length: int, sources: int, seconds: float) -> None:
+    def update(self, length: int, sources: int, seconds: float) -> None:
         new, key = seconds / (length * sources), length_bucket(length)
         old = self._per_token.get(key, new)
         self._per_token[key] = old + (new - old) * (0.5 if new > old else 0.1)  # a stall is worse than a pause

@@ -85,7 +85,7 @@ class Heartbeat:
     def __init__(self) -> None:
         self._beats = 0
 
-    def beat(self) -> None:
+    def record(self) -> None:
         self._beats += 1
 
     def beats(self) -> int:
@@ -127,17 +127,17 @@ def on_ray(
     on_batch: Callable[[int, int], Any],
     *,
     address: str | None = None,
-    stuck_s: float = 600.0,
+    unhealthy_after_s: float = 600.0,
 ) -> Iterator[ShardRecord]:
     """Engine of `job.run`: shards in any order, by actors of the model's threads (default 1) on all cores.
 
     The machines of a cluster at ``address`` must have t5accel, and see input, output and model under the same paths.
-    ``JobError``: Ray gave up, or no actor gave a sign of life for ``stuck_s`` seconds: a pool may wait for a dead one
-    for ever. Raises also as `connected` and `process_shard`.
+    ``JobError``: Ray gave up, or no actor gave a sign of life for ``unhealthy_after_s`` seconds: a pool may wait for a
+    dead one for ever. Raises also as `connected` and `process_shard`.
     """
     del answer  # an actor opens its own
-    if not is_number(stuck_s) or not stuck_s > 0:
-        raise InputError(f"stuck_s must be seconds above 0, got {stuck_s!r}.")
+    if not is_number(unhealthy_after_s) or not unhealthy_after_s > 0:
+        raise InputError(f"unhealthy_after_s must be seconds above 0, got {unhealthy_after_s!r}.")
     if not pending:
         return
     threads = job.model.threads or 1
@@ -159,9 +159,9 @@ def on_ray(
                 batch_format="numpy",
                 num_cpus=threads,
                 compute=data.ActorPoolStrategy(min_size=1, max_size=actors, initial_size=actors),
-                fn_constructor_args=(job, heartbeat.beat.remote),
+                fn_constructor_args=(job, heartbeat.record.remote),
             )
-            for row in _watched(made.iter_rows(), partial(_beats, ray, heartbeat), stuck_s):
+            for row in _watched(made.iter_rows(), partial(_beats, ray, heartbeat), unhealthy_after_s):
                 one = pickle.loads(row["made"])
                 if isinstance(one, T5AccelError):
                     raise one
@@ -176,7 +176,7 @@ def _beats(ray: Any, heartbeat: Any) -> int | None:
         return None
 
 
-def _watched(rows: Iterable[Any], beats: Callable[[], int | None], stuck_s: float) -> Iterator[Any]:
+def _watched(rows: Iterable[Any], beats: Callable[[], int | None], unhealthy_after_s: float) -> Iterator[Any]:
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def read() -> None:
@@ -196,7 +196,7 @@ def _watched(rows: Iterable[Any], beats: Callable[[], int | None], stuck_s: floa
             new, now = beats(), time.monotonic()
             if new is not None and new != count:
                 heard, count = now, new
-            elif now - heard > stuck_s:
+            elif now - heard > unhealthy_after_s:
                 raise JobError(f"Nothing was heard of any actor for {now - heard:.0f} s. {RESUME}") from None
             continue
         if row is None:

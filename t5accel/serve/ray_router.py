@@ -15,7 +15,7 @@ from typing import Any
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from t5accel.errors import ClusterError, DeadlineError, EngineError, InputError, QueueFullError, ShuttingDownError
-from t5accel.serve.batch.job import Model
+from t5accel.serve.batch.job import ModelSource
 from t5accel.serve.middleware import HEALTH, HTTPError, RequestLimits, error_response, replayed
 from t5accel.serve.monitoring import TEXT_FORMAT, Metrics, configure, log
 from t5accel.serve.ray_batch import connected, workers_for
@@ -217,7 +217,7 @@ def serve(settings: Settings) -> None:
     threads, least, most = settings.threads or 1, settings.replicas_min, settings.replicas
     if least > most:
         raise InputError(f"replicas_min must be at most replicas, {most}, got {least}. Raise --replicas.")
-    settings = settings.model_copy(update={"model": Model(settings.model).absolute().name, "threads": threads})
+    settings = settings.model_copy(update={"model": ModelSource(settings.model).absolute().name, "threads": threads})
     sockets = bound(settings)
     create_app(settings).state.service.close()  # raises here what replicas would raise, and makes the export
     name = f"t5accel-{socket.gethostname()}-{settings.port or os.getpid()}"

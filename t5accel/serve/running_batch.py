@@ -13,7 +13,7 @@ import numpy as np
 from t5accel.decoding.backend import Backend, Source, SuppressedTokens
 from t5accel.decoding.beam import BeamState, BeamTopK
 from t5accel.decoding.greedy_search import argmax_tokens
-from t5accel.decoding.sampling import SamplingParams, draw, generators, probabilities
+from t5accel.decoding.sampling import SamplingParams, generators, probabilities, sample_token
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, truncate_at_eos
 from t5accel.serve.request import GenerationRequest, GenerationResult
 
@@ -63,12 +63,12 @@ class GreedySequence(RunningSequence):
         return self._longest - len(self.tokens)
 
     @property
-    def forced(self) -> int | None:
+    def forced_token(self) -> int | None:
         return self._rules.forced_token(len(self.tokens), longest=self._longest) if self._forces else None
 
     def append(self, token: int) -> None:
         """Append a token, or the forced one in its place."""
-        if self._forces and (forced := self.forced) is not None:
+        if self._forces and (forced := self.forced_token) is not None:
             token = forced
         self.tokens.append(token)
         self._has_ended = token in self._ends or bool(self._criterion and self._criterion(self.tokens))
@@ -94,7 +94,7 @@ class SampledSequence(GreedySequence):
             logits[:, np.atleast_1d(suppressed)] = -np.inf
         history = [[self.start, *self.tokens]] if self._sampling.repetition_penalty != 1 else None
         odds = probabilities(logits, None if history is None else np.array(history), self._sampling)
-        self.append(int(draw(odds, self._generator.random())[0]))
+        self.append(int(sample_token(odds, self._generator.random())[0]))
         return self.tokens[-1], self.rows
 
 
@@ -158,7 +158,7 @@ def sequences_for(
 
 # Ended rows that stay cost each step less than moving and binding the others; newcomers take their places. After so
 # many steps, summed over these rows, they leave together.
-PATIENCE = 6
+COMPACT_AFTER_STEPS = 6
 
 
 class RunningBatch:
@@ -235,10 +235,10 @@ class RunningBatch:
         An error of the backend is raised and leaves the batch unchanged.
         """
         self._ended_steps = self._ended_steps + self._ended.size if self._ended.size else 0
-        if self._ended_steps > PATIENCE:
+        if self._ended_steps > COMPACT_AFTER_STEPS:
             self._drop_ended()
         self.tokens = self.rows
-        waited, self._ended_steps = self._ended_steps, PATIENCE  # if the backend fails, the next step has fewer rows
+        waited, self._ended_steps = self._ended_steps, COMPACT_AFTER_STEPS  # if it fails, the next step has fewer rows
         greedy = [part for part in self.parts if part.is_greedy]
         others = [part for part in self.parts if not part.is_greedy]
         suppressed = {part.suppressed for part in greedy}

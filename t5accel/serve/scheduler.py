@@ -353,7 +353,7 @@ class Scheduler:
         source = self._encoder.encode(ids, mask)
         encoded = self._encoder.misses - missed if isinstance(self._encoder, EncoderCache) else len(handles)
         if encoded and captures == getattr(self._encoder, "captures", 0):  # a graph is captured once
-            self._pace.learn(mask.shape[1], encoded, self._clock() - started)
+            self._pace.update(mask.shape[1], encoded, self._clock() - started)
         self.encoded += encoded
         self.reused += len(handles) - encoded
         return source

@@ -254,9 +254,9 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
     for (kind, value), names in OF_ONE.items():
         if (own := getattr(settings, kind)) != value:
             for name in names:
-                if getattr(settings, name) != Settings.model_fields[name].default:
+                if (given := getattr(settings, name)) != Settings.model_fields[name].default:
                     hint = f"Give --{kind} {value}, or leave it out."
-                    raise InputError(f"{name} is for {kind} {value}, and the {kind} is {own}. {hint}")
+                    raise InputError(f"{name} must be unset with {kind} {own}, got {given!r:.80}. {hint}")
     if settings.task == "generate":
         recipe = as_recipe(settings.precision or "fp32")
         needs_unbatched_encoding(recipe)

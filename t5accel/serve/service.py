@@ -53,7 +53,7 @@ class TextService:
             raise HTTPError(422, message, param=name)
         texts = [prefix + text for text in texts]
         if (longest := max(map(len, texts))) > CHARACTERS * most:
-            raise too_long(f"A text has {longest} characters, and {CHARACTERS * most} are allowed", name)
+            raise too_long(f"A text must have at most {CHARACTERS * most} characters, got {longest}", name)
         return texts
 
     async def in_worker(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
@@ -129,7 +129,7 @@ class Service(TextService):
         if len(tokens) <= most:
             return tokens
         if not truncate:
-            raise too_long(f"A source has {len(tokens)} tokens, and {most} are allowed", "text")
+            raise too_long(f"A source must have at most {most} tokens, got {len(tokens)}", "text")
         end = self.backend.eos_token_id
         closing = tokens[-2:] if tokens[-2] == end != tokens[-1] else [end]  # in mBART the language stands behind it
         return [*tokens[: max(most - len(closing), 0)], *closing]

@@ -51,7 +51,7 @@ REFUSED = {
     "board --quality-limit -1 --json x": "limit", "board --model nope --threads 1 --json x": "'nope'",
     **{f"board --{name} {n} --json x": f"--{name} " for name in COUNTS[:-1] for n in (0,)},
     "advise --task poems": "--task ", "advise --matters speed": "matters ",
-    "advise --batch 0": "batch", "advise --max-loss little": "--max-loss is 'little'",
+    "advise --batch 0": "batch", "advise --max-loss little": "bleu=0.5, got 'little'",
     "advise --max-loss chrf=1": "--max-loss ", "advise --model nope": "'nope'",
     "advise --results nowhere.json": "nowhere.json", "course --notebooks . --out x": "No numbered notebook",
     "evaluate --model nope": "'nope'", "evaluate --data x --limit 1": "Leave --limit",
@@ -59,7 +59,7 @@ REFUSED = {
     "evaluate --data missing.jsonl": "missing.jsonl", "evaluate --data x --metric luck": "--metric",
     "load 127.0.0.1:8123 --rate 5": "url must begin with http://, got '127.0.0.1:8123'",
     "load http://127.0.0.1:1": "--rate and --clients",
-    "load http://127.0.0.1:1 --rate 20 --seconds -1": "--seconds is -1.0",
+    "load http://127.0.0.1:1 --rate 20 --seconds -1": "--seconds must be a number above 0, got -1.0",
     "demo --port 1": "gradio is missing. Gradio needs transformers 5: run `make demo`",
 }  # fmt: skip
 

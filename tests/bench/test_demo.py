@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bench.demo import page as demo
-from bench.demo.at_home import AtHome
-from bench.demo.race import EXAMPLES, TRANSFORMERS, WRONG, LoadedSystem, menu, ways_of
+from bench.demo.at_home import BlockExternalResources
+from bench.demo.race import EXAMPLES, TRANSFORMERS, WRONG, LoadedSystem, example_tasks, ways_of
 from bench.evaluation import NAMES, references, rows, source_text
 from t5accel.api import open_backend
 from t5accel.decoding.greedy_search import greedy
@@ -72,7 +72,7 @@ def answered() -> dict[str, Any]:
 
 def test_the_examples_are_rows_of_the_evaluation_sets(answered: dict[str, Any]) -> None:
     assert [*answered] and {*answered} == {*EXAMPLES} > {*WRONG}
-    given = [task.source(texts) for task in menu() for texts in task.examples]
+    given = [task.source(texts) for task in example_tasks() for texts in task.examples]
     assert given == [source_text(*answered[id_]) for id_ in EXAMPLES]
 
 
@@ -102,11 +102,11 @@ def test_every_example_is_answered_rightly_but_the_known_failure(
 
 
 def test_the_page_begins_with_fields_that_are_filled_and_an_empty_one_is_named() -> None:
-    for task in menu():
+    for task in example_tasks():
         filled = [demo._box(task, place)["value"] for place in range(len(task.examples[0]))]
         assert filled == [*task.examples[0].values()]
         assert not task.titles[0].endswith("wrongly)") and all(task.titles)
-    ask = menu()[2]
+    ask = example_tasks()[2]
     assert demo._named(ask, [" Who? ", "Ann."]) == {"question": "Who?", "context": "Ann."}
     with pytest.raises(InputError, match="Nothing is written under “Text”"):
         demo._named(ask, ["Who?", " \n"])
@@ -150,7 +150,7 @@ JOIN = "/gradio_api/queue/join"
 
 
 def asked(app: Any, method: str, path: str, headers: dict[str, str]) -> tuple[list[dict[str, Any]], bool]:
-    """What `AtHome` sends in place of the application behind it, and whether the body was read."""
+    """What `BlockExternalResources` sends in place of the application behind it, and whether the body was read."""
     read, sent = [], []
 
     async def receive() -> dict[str, Any]:
@@ -161,7 +161,7 @@ def asked(app: Any, method: str, path: str, headers: dict[str, str]) -> tuple[li
         sent.append(message)
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(AtHome(app)({"type": "http", "method": method, "path": path, "headers": raw}, receive, send))
+    asyncio.run(BlockExternalResources(app)(dict(type="http", method=method, path=path, headers=raw), receive, send))
     return sent, bool(read)
 
 

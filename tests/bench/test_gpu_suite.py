@@ -416,7 +416,7 @@ def test_only_some_cells(toy: str, tmp_path: Path) -> None:
     assert {row["cell"] for row in rows} == {"cache, 8 tokens", "cache, 16 tokens"}
     with pytest.raises(InputError, match="only='nothing' says; there are\n  cache, 8"):
         run(tmp_path / "rows.json", cells, only="nothing")
-    refused(partial(suite.run_suite, tmp_path / "rows.json"), "minutes", 0, -1, float("nan"), match="minutes is")
+    refused(partial(suite.run_suite, tmp_path / "rows.json"), "minutes", 0, -1, float("nan"), match="minutes must be")
 
 
 @pytest.mark.long

@@ -109,7 +109,7 @@ def test_equal_loads_are_equal(stalling) -> None:
 def test_the_command(stalling) -> None:
     result = call("load", stalling[0], "--rate", 30, "--seconds", 0.3, "--stream")
     assert result.exit_code == 0 and "x 200" in result.stdout
-    assert "for servers on this machine" in refused("load", "http://example.org", "--rate", 1)
+    assert "of a server on this machine" in refused("load", "http://example.org", "--rate", 1)
 
 
 @pytest.mark.parametrize("options", [

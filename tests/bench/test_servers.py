@@ -79,7 +79,7 @@ def test_the_application_around_them() -> None:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
-    options = "--precision int8 --rows 8 --window-ms 5 --instances 2 --threads 1"
+    options = "--precision int8 --max-batch-rows 8 --window-ms 5 --instances 2 --threads 1"
     result = call("triton", "--out", folder, *options.split())
     assert result.exit_code == 0 and "mini-in-flight: POST /v2/models/mini-in-flight/generate_stream" in result.stdout
     return folder

@@ -13,7 +13,7 @@ import torch
 from bench.bert.graphs import fed_run
 from bench.bert.ladder import ON_GPU, RUNGS, Readers, build, quality_rows, random_inputs, speed_rows
 from bench.bert.model import random_bert, resize, widths
-from bench.bert.reader import opened
+from bench.bert.reader import open_reader
 from bench.bert.served import Protocol, Served, asked_of, numbered, served_rows, single_words
 from bench.bert.spans import answerer, torch_run
 from bench.gpt2 import OPTIMUM, WAYS
@@ -120,7 +120,7 @@ def test_scores_belong_to_the_rung_and_the_gate_judges_them(readers: Readers) ->
 def test_bound_memory_serves_every_length_from_one_session(readers: Readers) -> None:
     tokenizer, graph = numbered(150), readers.graph("pruned", "int8")
     fed = answerer(tokenizer, fed_run(graph, readers.settings()), threshold=0.0)
-    bound = answerer(tokenizer, opened(str(graph), threads=1, bound=True), threshold=0.0)
+    bound = answerer(tokenizer, open_reader(str(graph), threads=1, bound=True), threshold=0.0)
     texts = [asked_of(single_words(tokenizer), tokens, seed=tokens) for tokens in (16, 40, 16, 200, 40)]
     found = [bound([text])[0] for text in texts]
     assert found == [fed([text])[0] for text in texts] and len({*found}) > 2

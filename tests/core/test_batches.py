@@ -19,8 +19,8 @@ from test_distillation import same_weights, toy_tokenizer
 
 from t5accel.distillation.batches import (
     Mixture,
-    Part,
     Phase,
+    TaskShare,
     draw_block,
     mix_examples,
     pack,
@@ -54,10 +54,10 @@ def test_every_example_is_packed_once_within_the_budget(sizes, budget):
 
 
 PHASES = (
-    Phase(0, (Part("translation", 400), Part("summaries", 1500, 0.5), Part("questions", 1500, 0.5))),
-    Phase(4, (Part("translation", 300, weight=0.5), Part("summaries", 1200, weight=0.2),
-              Part("questions", 1200, weight=0.1), Part("short questions", 900, weight=0.1),
-              Part("repetition", 200, weight=0.1))),
+    Phase(0, (TaskShare("translation", 400), TaskShare("summaries", 1500, 0.5), TaskShare("questions", 1500, 0.5))),
+    Phase(4, (TaskShare("translation", 300, weight=0.5), TaskShare("summaries", 1200, weight=0.2),
+              TaskShare("questions", 1200, weight=0.1), TaskShare("short questions", 900, weight=0.1),
+              TaskShare("repetition", 200, weight=0.1))),
 )  # fmt: skip
 SMALL = Mixture(mini_examples(PAIRS, joined_share=0.5), PHASES, steps_per_block=4)
 
@@ -119,14 +119,14 @@ def test_forbidden_sources_are_never_drawn():
     forbidden = frozenset(sorted(free)[::3])
     starts = {text.split(":")[0] for text in forbidden}
     assert starts == {"translate English to French", "summarize", "question", "repeat"}
-    restricted = drawn(replace(SMALL, forbidden=forbidden))
+    restricted = drawn(replace(SMALL, excluded_sources=forbidden))
     assert restricted and not restricted & forbidden
 
 
 def test_what_the_teacher_wrote_takes_the_place_of_fresh_examples():
-    phases = (Phase(0, (Part("translation", 300), Part("questions", 1500))),)
+    phases = (Phase(0, (TaskShare("translation", 300), TaskShare("questions", 1500))),)
     written = [(TRANSLATE + f"Text {i}.", f"Texte {i}.") for i in range(9)]
-    fresh = replace(SMALL, curriculum=phases, forbidden=frozenset([written[4][0]]))
+    fresh = replace(SMALL, curriculum=phases, excluded_sources=frozenset([written[4][0]]))
     mixture = fresh.with_teacher_outputs({"translation": written})
     assert mixture.by_teacher and not fresh.by_teacher
     drawn: dict[str, set[tuple[str, str]]] = {"translation": set(), "questions": set()}
@@ -199,7 +199,7 @@ def test_a_mixture_that_makes_no_sense_is_refused() -> None:
     for examples, options, what in (
         ([], {}, "empty"), ([rows, []], {}, "empty"), ([rows], dict(weights=[1, 2]), "weights"),
         ([rows], dict(weights=[0]), "weights"), ([rows], dict(weights=[float("nan")]), "weights"),
-        ([rows], dict(tokens=0), "tokens"), ([rows], dict(forbidden=["a"]), "evaluate"),
+        ([rows], dict(tokens=0), "tokens"), ([rows], dict(excluded_sources=["a"]), "evaluate"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=what):
             mix_examples(examples, **options)

@@ -128,7 +128,7 @@ def test_every_precision_and_runtime_answers_and_the_fast_engine_is_the_default(
             assert (result.exit_code, result.stdout) == (0, f"{answer}\n"), result.output
             assert re.fullmatch(r"\(5 tokens in \d+ ms, " + re.escape(what) + r"\)", said(result)[-1])
         assert len(said(result)) == 1, "the second time it just answers"
-    assert "'int8' runs on onnx, not on torch" in refused("run", TEXT, "--runtime", "torch", "--precision", "int8")
+    assert "for precision 'int8', got 'torch'" in refused("run", TEXT, "--runtime", "torch", "--precision", "int8")
     listed = call("cache", "list").stdout
     assert "(mini)" in listed and re.search(rf"3 exports, \d+ MB, in {tmp_path}", listed)
     names = [path.name for path in (tmp_path / "exports").iterdir() if (path / "manifest.json").is_file()]

@@ -27,7 +27,7 @@ from test_pruned_models import narrowed
 
 import t5accel.distillation.checkpointing as resumable
 import t5accel.distillation.student as module
-from t5accel.distillation.batches import Mixture, Part, Phase
+from t5accel.distillation.batches import Mixture, Phase, TaskShare
 from t5accel.distillation.checkpointing import run_training
 from t5accel.distillation.losses import OBJECTIVES
 from t5accel.distillation.model_card import save_student
@@ -42,7 +42,7 @@ from training.vocabulary import train_tokenizer
 
 MIXTURE = Mixture(
     {"translation": [(TRANSLATE + english, french) for english, french in PAIRS[:20]]},
-    (Phase(0, (Part("translation", 300),)),), steps_per_block=4, by_teacher=True,
+    (Phase(0, (TaskShare("translation", 300),)),), steps_per_block=4, by_teacher=True,
 )  # fmt: skip
 ROWS = [{"source": TRANSLATE + english, "target": french} for english, french in PAIRS]
 TOY = DistillConfig(
@@ -276,7 +276,7 @@ def test_another_run_is_refused_and_the_checkpoint_kept(tiny_t5, tmp_path: Path)
     call = partial(distill, tiny_t5(), toy_tokenizer(), MIXTURE, tmp_path, replace(TOY, steps=3))
     given = call.args
     fewer = {"translation": MIXTURE.examples["translation"][:-1]}
-    smaller = (Phase(0, (Part("translation", 200),)),)
+    smaller = (Phase(0, (TaskShare("translation", 200),)),)
     others = {
         "another model or teacher": [(tiny_t5(seed=2), *given[1:]), (tiny_t5(d_ff=32), *given[1:])],
         "other texts": [(*given[:2], replace(MIXTURE, examples=fewer), *given[3:]),

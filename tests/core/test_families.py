@@ -233,9 +233,9 @@ FLIPPED: dict[str, Callable[[Family], Any]] = {
     "norm_first": lambda family: not family.norm_first,
     "norm_embedding": lambda family: not family.norm_embedding,
     "position_offset": lambda family: family.position_offset + 1,
-    "skips_padding": lambda family: not family.skips_padding,
+    "positions_skip_padding": lambda family: not family.positions_skip_padding,
     "biases": lambda family: False,
-    "scales_attention": lambda family: False,
+    "has_scaled_attention": lambda family: False,
     "scales_embedding": lambda family: False,
     "head_bias": lambda family: False,
 }
@@ -683,7 +683,7 @@ def test_what_a_t5gemma_cannot_do_is_refused(built: Built, tmp_path: Path, monke
         TorchStatic(model)
     with pytest.raises(InputError, match=f"fp16 is not for a {kind}"):
         convert_export(built.folder / "fp32", tmp_path / "fp16", "fp16")
-    with pytest.raises(InputError, match=f"TensorRT runs no {kind}"):
+    with pytest.raises(InputError, match=f"no {kind} for TensorRT"):
         plan(built.open(OrtNumpy).manifest)
     for attempt in (partial(shrink_decoder, model, [0]), partial(prune, model, None, [], tmp_path, PruneConfig())):
         with pytest.raises(NotT5Error, match=f"'{kind}'"):

@@ -41,7 +41,7 @@ from t5accel.models.prefixes import Languages, prefixes_of
 from t5accel.models.random_init import random_model
 from t5accel.precision.gate import text_score
 from t5accel.serve.app import make_app
-from t5accel.serve.batch.job import Model, Settings, run
+from t5accel.serve.batch.job import JobSettings, ModelSource, run
 from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
 from t5accel.serve.service import Service
@@ -370,10 +370,10 @@ def test_special_tokens_are_kept_where_that_is_asked(special, tmp_path: Path) ->
                           for more in (["--keep-special-tokens"], []))  # fmt: skip
         assert kept == wanted and left_out == without
     (tmp_path / "in.txt").write_text(ASKED + "\n")
-    run(tmp_path / "in.txt", tmp_path / "out", Model(str(folder)), Settings(skip_special_tokens=False))
+    run(tmp_path / "in.txt", tmp_path / "out", ModelSource(str(folder)), JobSettings(skip_special_tokens=False))
     assert json.loads((tmp_path / "out/part-000000.jsonl").read_text())["answer"] == wanted
     with pytest.raises(InputError, match="another job"):
-        run(tmp_path / "in.txt", tmp_path / "out", Model(str(folder)), Settings())
+        run(tmp_path / "in.txt", tmp_path / "out", ModelSource(str(folder)), JobSettings())
 
 
 def test_an_answer_ends_before_its_end_token(mini) -> None:

@@ -20,7 +20,7 @@ from test_export import histories, teacher_forced
 from test_gate import MODELS, lost
 from test_rewriting import operators, run
 
-from bench.baselines.rescale import rescaled
+from bench.baselines.rescale import scale_residual_stream
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding.greedy_search import greedy
@@ -352,7 +352,7 @@ def enormous(tiny_t5, tmp_path_factory) -> Callable[[str], Path]:
     @cache
     def export(kind: str) -> Path:
         folder = tmp_path_factory.mktemp("enormous") / kind
-        export_model(rescaled(tiny_t5(kind), FACTOR), folder)
+        export_model(scale_residual_stream(tiny_t5(kind), FACTOR), folder)
         return folder
 
     return export

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from t5accel.decoding import sampling as distribution
-from t5accel.decoding.sampling import SamplingParams, draw, probabilities
+from t5accel.decoding.sampling import SamplingParams, probabilities, sample_token
 from t5accel.parity import ParityError, assert_close
 
 ALL = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.4)
@@ -128,10 +128,10 @@ def test_a_broken_distribution_is_caught(monkeypatch, broken: str) -> None:
 def test_draws_follow_the_odds() -> None:
     odds = np.array([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
     uniform = (np.arange(1000) + 0.5) / 1000
-    tokens = draw(np.tile(odds, (1000, 1)), uniform)
+    tokens = sample_token(np.tile(odds, (1000, 1)), uniform)
     assert tokens.dtype == np.int64
     assert np.bincount(tokens, minlength=6).tolist() == [0, 200, 0, 500, 300, 0]
-    np.testing.assert_array_equal(draw(np.tile(odds * 7, (1000, 1)), uniform), tokens)
+    np.testing.assert_array_equal(sample_token(np.tile(odds * 7, (1000, 1)), uniform), tokens)
 
 
 @settings(deadline=None, max_examples=60)
@@ -139,7 +139,7 @@ def test_draws_follow_the_odds() -> None:
 def test_impossible_tokens_are_never_drawn(odds: list[float], uniform: float) -> None:
     assume(sum(odds) > 0)
     for number in (uniform, 0.0, np.nextafter(1.0, 0), 1.0):
-        assert odds[int(draw(np.array(odds), number))] > 0
+        assert odds[int(sample_token(np.array(odds), number))] > 0
 
 
 def test_the_smallest_top_p_keeps_one_of_equal_tokens() -> None:

@@ -396,7 +396,7 @@ def test_run_and_batch_write_what_generate_does(mini, saved, name: str, threads_
     if name == "beams":
         assert ran(text, "--model", folder, "--beams", 1) == text_of(mini, model, text, num_beams=1) != expected
         refusal = CliRunner().invoke(app, ["run", text, "--model", str(folder), "--stream"])
-        assert refusal.exit_code == 2 and "give --beams 1" in refusal.stderr
+        assert refusal.exit_code == 2 and "Give --beams 1" in refusal.stderr
         assert ran(text, "--model", folder, "--stream", "--beams", 1) == text_of(mini, model, text, num_beams=1)
         assert [one.text for one in BatchGenerator(backend, tokenizer, beams=1, max_new_tokens=24)([text])] != [
             expected

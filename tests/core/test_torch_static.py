@@ -21,7 +21,7 @@ from test_drafting import check_equals_greedy
 from t5accel.backends import torch_static, torch_static_buffers, torch_static_loops, torch_static_rows
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import BUCKETS, TorchStatic
-from t5accel.backends.torch_static_buffers import LONGEST_RUN
+from t5accel.backends.torch_static_buffers import MAX_QUEUED_STEPS
 from t5accel.decoding.greedy_search import STEPS_PER_SYNC, greedy
 from t5accel.parity import assert_close, assert_varied
 
@@ -84,7 +84,7 @@ def test_a_run_is_bounded_and_counted(tiny_t5, padded_batch) -> None:
     backend = TorchStatic(tiny_t5())
     state = backend.new_state(backend.encode(*padded_batch), 2)
     first = backend.run_greedy(state, 1000)
-    assert first.shape == (6, 2, LONGEST_RUN) and (state.rows.lengths == LONGEST_RUN).all()
+    assert first.shape == (6, 2, MAX_QUEUED_STEPS) and (state.rows.lengths == MAX_QUEUED_STEPS).all()
     assert (first[:, 0] == first[:, 1]).all(), "rows of one source began alike"
     again = backend.new_state(backend.encode(*padded_batch), 2)
     pieces = [backend.run_greedy(again, k) for k in (1, 30, 33)]

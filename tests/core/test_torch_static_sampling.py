@@ -23,11 +23,11 @@ from t5accel.backends.torch_static import TorchStatic
 from t5accel.backends.torch_static_loops import (
     _NUMBERS,
     TIES,
-    draw,
     last_of,
     likeliest,
     penalised,
     probabilities,
+    sample_token,
 )
 from t5accel.decoding import sampling as distribution
 from t5accel.decoding.sampling import SamplingParams, sample
@@ -81,15 +81,15 @@ def test_the_distribution_is_the_hosts(
     assert_close(on_device(logits, history, sampling), expected, atol=1e-9)
     assert_close(on_device(logits, history, sampling, few=True), expected, atol=1e-9)
     uniform = rng.random(3)
-    found, _ = draw(torch.from_numpy(expected), torch.from_numpy(uniform)[:, None])
-    np.testing.assert_array_equal(found[:, 0].numpy(), distribution.draw(expected, uniform))
+    found, _ = sample_token(torch.from_numpy(expected), torch.from_numpy(uniform)[:, None])
+    np.testing.assert_array_equal(found[:, 0].numpy(), distribution.sample_token(expected, uniform))
 
 
 def test_a_token_without_odds_is_never_drawn() -> None:
     """Not even where a GPU's sums, added up in parallel, fall by the last bit behind the last token."""
     odds = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0, 0.0]], dtype=torch.float64)
     for uniform in (0.0, 0.5, np.nextafter(1, 0)):
-        found, _ = draw(odds, torch.tensor([[uniform]], dtype=torch.float64))
+        found, _ = sample_token(odds, torch.tensor([[uniform]], dtype=torch.float64))
         assert odds[0, found] > 0
 
 
@@ -154,7 +154,7 @@ def test_what_draws_among_all_tokens_is_captured_after_a_run_of_any_length(
     model = copy.deepcopy(tiny_t5())
     model.lm_head.weight.data[150:] = 0  # equal tokens, more than are looked at
     monkeypatch.setattr(torch_static_loops, "TIES", 3)
-    start, uniform = np.zeros((6, 1, 1), dtype=int), np.random.default_rng(1).random((6, 1, distribution.LONGEST_RUN))
+    start, uniform = np.zeros((6, 1, 1), int), np.random.default_rng(1).random((6, 1, distribution.MAX_BEAM_STEPS))
     found, expected = (
         backend.run_samples(backend.new_state(backend.encode(*padded_batch)), start, uniform,
                             sampling=SamplingParams(top_k=140, temperature=20.0))

@@ -39,8 +39,8 @@ from t5accel.graphs.atomic_write import flush
 from t5accel.serve.batch import job as running
 from t5accel.serve.batch import output
 from t5accel.serve.batch.formats import JsonRows, RejectedRow
-from t5accel.serve.batch.generate import Answer, BatchGenerator, batches
-from t5accel.serve.batch.job import Model, Settings, ShardStats, run
+from t5accel.serve.batch.generate import BatchGenerator, GeneratedText, batches
+from t5accel.serve.batch.job import JobSettings, ModelSource, ShardStats, run
 from t5accel.serve.batch.output import Output, ShardRecord
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,11 +49,11 @@ PIPE = object()
 TEXTS = [row["source"] for row in evaluation.rows("translation", limit=20)]
 
 
-def upper(texts: Sequence[str], on_batch: Callable[..., Any] | None = None) -> list[Answer | RejectedRow]:
+def upper(texts: Sequence[str], on_batch: Callable[..., Any] | None = None) -> list[GeneratedText | RejectedRow]:
     """A toy in place of a model: no text of more than 40 characters."""
     if on_batch:
         on_batch(len(texts), len(texts))
-    return [Answer(text.upper(), 1) if len(text) <= 40 else RejectedRow("too long") for text in texts]
+    return [GeneratedText(text.upper(), 1) if len(text) <= 40 else RejectedRow("too long") for text in texts]
 
 
 upper.beams, upper.draws = 1, False
@@ -62,7 +62,7 @@ upper.beams, upper.draws = 1, False
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upper, "backend", None, raising=False)
-    monkeypatch.setattr(Model, "open", lambda self, settings: (upper, {"name": self.name, "sha256": self.name}))
+    monkeypatch.setattr(ModelSource, "open", lambda self, settings: (upper, {"name": self.name, "sha256": self.name}))
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -135,13 +135,13 @@ def test_sorted_batches_give_the_answers_of_each_text_alone(opened_mini: Any, be
         backend, tokenizer = opened_mini
         batch = tokenizer(texts[:1])
         (tokens,) = greedy(backend, batch["input_ids"], batch["attention_mask"], max_new_tokens=24).sequences
-        assert found[0] == Answer(tokenizer.batch_decode([tokens], skip_special_tokens=True)[0], len(tokens))
+        assert found[0] == GeneratedText(tokenizer.batch_decode([tokens], skip_special_tokens=True)[0], len(tokens))
 
 
 def test_unreadable_texts_are_rejected_with_a_reason(opened_mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = BatchGenerator(*opened_mini, max_source_tokens=9, max_new_tokens=8)
     short, long = answer([PREFIX + "No.", PREFIX + "Never again and never before, I said to them all."])
-    assert isinstance(short, Answer) and isinstance(long, RejectedRow) and "at most 9" in long.reason
+    assert isinstance(short, GeneratedText) and isinstance(long, RejectedRow) and "at most 9" in long.reason
     assert answer(["a " * 5000]) == [RejectedRow("10000 characters, and at most 9000 are allowed")]
     monkeypatch.setattr(answer, "entries", 50)
     assert "no entry" in answer([PREFIX + "No."])[0].reason
@@ -156,7 +156,7 @@ def test_unreadable_texts_are_rejected_with_a_reason(opened_mini: Any, monkeypat
 def test_a_text_on_which_the_tokenizer_panics_costs_no_other_its_answer(opened_mini: Any, tmp_path: Path) -> None:
     answer = BatchGenerator(opened_mini[0], panicking_tokenizer(tmp_path), max_new_tokens=4)
     fine, bad, none, also_fine = answer(["a a", "a\n a", "\t", "a"])
-    assert isinstance(fine, Answer) and isinstance(also_fine, Answer)
+    assert isinstance(fine, GeneratedText) and isinstance(also_fine, GeneratedText)
     assert bad == RejectedRow("The tokenizer fails on a text (PanicException: AddedVocabulary bad split).")
     assert none == RejectedRow("a text of which the tokenizer makes no token")
 
@@ -234,7 +234,7 @@ def test_every_row_comes_back_once_with_its_answer_or_its_reason(tmp_path_factor
     else:
         schema = pyarrow.schema({"id": pyarrow.string(), "text": pyarrow.string()})
         parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path, row_group_size=3)
-    done, before = run(path, folder / "out", settings=Settings(shard_rows=most))
+    done, before = run(path, folder / "out", settings=JobSettings(shard_rows=most))
     found = []
     for part in sorted((folder / "out").glob("part-*")):
         if kind == ".jsonl":
@@ -259,7 +259,7 @@ def test_bad_json_rows_are_rejected_with_number_and_reason(tmp_path: Path) -> No
     lines += ['{"text": "two"} ']
     path = tmp_path / "in.jsonl"
     path.write_bytes("\n".join(lines).encode() + b'\n{"text": "\xff"}')
-    done, _ = run(path, tmp_path / "out", settings=Settings(shard_rows=4))
+    done, _ = run(path, tmp_path / "out", settings=JobSettings(shard_rows=4))
     parts = b"".join(file.read_bytes() for file in sorted((tmp_path / "out").glob("part-*")))
     assert parts == b'{"text": "one", "n": 1.50, "answer": "ONE"}\n{"text": "two", "answer": "TWO"}\n'
     rejects = rejects_in(tmp_path / "out")
@@ -279,7 +279,7 @@ def test_broken_records_of_csv_are_rejected(tmp_path: Path) -> None:
         b'\xef\xbb\xbfid,text\n1,one\n2\n3,"two\nlines"\n4,"a"b\n\n5,\xff\n6,six\n1,one\r2,two\n'
         + f'7,"{long}"\n8,"open\n'.encode()
     )
-    run(tmp_path / "a.csv", tmp_path / "csv", settings=Settings(shard_rows=3))
+    run(tmp_path / "a.csv", tmp_path / "csv", settings=JobSettings(shard_rows=3))
     assert [reject["row"] for reject in rejects_in(tmp_path / "csv")] == [2, 4, 5, 6, 8, 9, 10]
     reasons = [reject["reason"] for reject in rejects_in(tmp_path / "csv")]
     assert reasons[-3:-1] == ["not CSV: new-line character seen in unquoted field", "too long"]
@@ -386,7 +386,7 @@ def test_a_model_that_draws_is_no_search_by_its_number_of_beams(tmp_path: Path, 
     run(path, tmp_path / "out")
     monkeypatch.setattr(upper, "draws", False)
     with pytest.raises(InputError, match="its beams is None, here it is 1"):
-        run(path, tmp_path / "out", settings=Settings(beams=1))
+        run(path, tmp_path / "out", settings=JobSettings(beams=1))
 
 
 @pytest.mark.usefixtures("toy")
@@ -397,9 +397,9 @@ def test_other_settings_another_model_and_another_input_are_refused(tmp_path: Pa
     changes = dict(beams=2, prefix="x: ", column="other", max_new_tokens=7, batch_tokens=9, shard_rows=9)
     for name, value in changes.items():
         with pytest.raises(InputError, match=f"its {name} is .*, here it is {value!r}"):
-            run(path, tmp_path / "out", settings=Settings(**{name: value}))
+            run(path, tmp_path / "out", settings=JobSettings(**{name: value}))
     with pytest.raises(InputError, match="its name is 'mini', here it is 'mini-d1'; its sha256"):
-        run(path, tmp_path / "out", Model("mini-d1"))
+        run(path, tmp_path / "out", ModelSource("mini-d1"))
     write_lines(path, [{"text": "two", "other": "x"}])
     with pytest.raises(InputError, match="its sha256 is"):
         run(path, tmp_path / "out")
@@ -415,7 +415,7 @@ def test_bad_inputs_outputs_and_settings_are_refused(tmp_path: Path, monkeypatch
     (tmp_path / "a.parquet").write_text("no table")
     (tmp_path / "a.doc").write_text("x")
     for where, sentence in (
-        ("nowhere", "no file, no folder"), ("a.doc", "must be one of .jsonl"),
+        ("nowhere", "must be a file, a folder"), ("a.doc", "must be one of .jsonl"),
         ("a.csv", "one column 'text', got id, answer"), ("b.csv", "no column 'answer'"), ("a.parquet", "as Parquet"),
         (".", "must not lie in ., which is read"),
     ):  # fmt: skip
@@ -432,12 +432,12 @@ def test_bad_inputs_outputs_and_settings_are_refused(tmp_path: Path, monkeypatch
         run("in.jsonl", "a.doc/out")
     for name, wrong in (("shard_rows", 0), ("column", ""), ("output_column", "text"), ("prefix", "\udcff")):
         with pytest.raises(InputError, match=name):
-            Settings(**{name: wrong})
+            JobSettings(**{name: wrong})
     with FileLock(tmp_path / "full" / ".lock"), pytest.raises(InputError, match="Another job is writing"):
         run("in.jsonl", "full")
     monkeypatch.undo()
     with pytest.raises(InputError, match="precision"):
-        Model(precision="bf16").open(Settings())
+        ModelSource(precision="bf16").open(JobSettings())
 
 
 @pytest.mark.usefixtures("toy")
@@ -456,7 +456,7 @@ def test_damaged_manifests_are_refused(tmp_path: Path) -> None:
 def test_pipes_do_not_block_a_job(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}])
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(InputError, match="no file, no folder"):
+    with pytest.raises(InputError, match="must be a file, a folder"):
         run(tmp_path / "pipe.jsonl", tmp_path / "out")
     for name, sentence in (
         ("_manifest.json", "is no manifest of a job"), (".lock", ".lock is no regular file"),
@@ -475,7 +475,7 @@ def test_pipes_do_not_block_a_job(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("toy")
 def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(tmp_path: Path, monkeypatch, at_shard: Any) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": f"text {i}"} for i in range(9)])
-    run(path, tmp_path / "expected", settings=Settings(shard_rows=2))
+    run(path, tmp_path / "expected", settings=JobSettings(shard_rows=2))
     content, times = path.read_bytes(), path.stat()
 
     def altered() -> None:
@@ -492,11 +492,11 @@ def test_a_vanished_or_changed_input_and_a_full_disk_lose_nothing(tmp_path: Path
     ):
         at_shard(1, trouble)
         with pytest.raises(JobError, match=sentence):
-            run(path, tmp_path / name, settings=Settings(shard_rows=2))
+            run(path, tmp_path / name, settings=JobSettings(shard_rows=2))
         monkeypatch.setattr(output, "flush", flush)
         assert len(files(tmp_path / name)) == 3, "the manifest, a shard and its record, nothing half written"
         path.write_bytes(content)
-        done, before = run(path, tmp_path / name, settings=Settings(shard_rows=2))
+        done, before = run(path, tmp_path / name, settings=JobSettings(shard_rows=2))
         assert (done.answered, before) == (7, ShardStats(2, 0, 2))
         assert files(tmp_path / name) == files(tmp_path / "expected")
 
@@ -522,7 +522,7 @@ def test_a_removed_or_replaced_output_folder_ends_the_job(tmp_path: Path, at_sha
         for number in (2, 3):  # the last but one, and the last
             at_shard(number, trouble)
             with pytest.raises(JobError, match=sentence):
-                run(path, out, settings=Settings(shard_rows=1))
+                run(path, out, settings=JobSettings(shard_rows=1))
             if trouble is replaced:
                 assert [row["answer"] for row in lines_in(out)] == ["FIVE"]
             shutil.rmtree(out, ignore_errors=True)
@@ -530,7 +530,7 @@ def test_a_removed_or_replaced_output_folder_ends_the_job(tmp_path: Path, at_sha
 
 @pytest.mark.usefixtures("toy")
 def test_damaged_output_files_are_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, one_each = tmp_path / "in.txt", Settings(shard_rows=1)
+    path, one_each = tmp_path / "in.txt", JobSettings(shard_rows=1)
     path.write_text("one\n\nthree\nfour\n")
     run(path, tmp_path / "expected", settings=one_each)
     expected, whole = files(tmp_path / "expected"), ShardStats(3, 1, 3)
@@ -573,9 +573,9 @@ def test_rejects_of_an_interrupted_run_are_removed(tmp_path: Path, monkeypatch: 
         return put(self, name, write)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        short = [RejectedRow("no memory"), Answer("TWO", 1)]
+        short = [RejectedRow("no memory"), GeneratedText("TWO", 1)]
         answerer = Mock(return_value=short, beams=1, draws=False)
-        patch.setattr(Model, "open", lambda self, settings: (answerer, {"name": "mini", "sha256": "mini"}))
+        patch.setattr(ModelSource, "open", lambda self, settings: (answerer, {"name": "mini", "sha256": "mini"}))
         patch.setattr(Output, "put", killed_at_the_part)
         run(path, tmp_path / "out")
     assert rejects_in(tmp_path / "out")
@@ -589,7 +589,7 @@ class Killed(BaseException):
 @pytest.mark.usefixtures("toy")
 def test_a_job_killed_between_any_two_operations_resumes_to_equal_files(tmp_path: Path, monkeypatch: Any) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": f"text {i}" if i % 3 else ""} for i in range(7)])
-    run(path, tmp_path / "expected", settings=Settings(shard_rows=3))
+    run(path, tmp_path / "expected", settings=JobSettings(shard_rows=3))
     moment, ended = 0, True
     while ended:
         left, ended, moment = moment, False, moment + 1
@@ -611,18 +611,18 @@ def test_a_job_killed_between_any_two_operations_resumes_to_equal_files(tmp_path
                 patch.setattr(owner, name, counted(getattr(owner, name)))
             patch.setattr(JsonRows, "write", counted(JsonRows.write))
             with suppress(Killed):
-                run(path, tmp_path / f"out-{moment}", settings=Settings(shard_rows=3))
-        run(path, tmp_path / f"out-{moment}", settings=Settings(shard_rows=3))
+                run(path, tmp_path / f"out-{moment}", settings=JobSettings(shard_rows=3))
+        run(path, tmp_path / f"out-{moment}", settings=JobSettings(shard_rows=3))
         assert files(tmp_path / f"out-{moment}") == files(tmp_path / "expected"), moment
     assert moment > 15
 
 
 PROGRAM = """
 import sys
-from t5accel.serve.batch.job import Model, Settings
+from t5accel.serve.batch.job import ModelSource, JobSettings
 from t5accel.serve.batch.job import run
-settings = Settings(prefix=sys.argv[4], max_new_tokens=24, shard_rows=10)
-run(sys.argv[1], sys.argv[2], Model(sys.argv[3], threads=1), settings)
+settings = JobSettings(prefix=sys.argv[4], max_new_tokens=24, shard_rows=10)
+run(sys.argv[1], sys.argv[2], ModelSource(sys.argv[3], threads=1), settings)
 """
 
 

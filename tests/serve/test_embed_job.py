@@ -160,7 +160,7 @@ def test_what_cannot_be_read_or_written_is_refused_before_anything_is_embedded(t
         (path, "out.npy", dict(pooling="none"), "pooling must be mean or first"),
         (mixed, "out.parquet", {}, "mixed.jsonl makes no Parquet .* Give .npy"),
         (large, "out.parquet", {}, "large.jsonl makes no Parquet .* Give .npy"),
-        (pipe, "out.npy", {}, "pipe.txt is no file"),
+        (pipe, "out.npy", {}, "must be a file, got .*pipe.txt"),
         (twice, "out.parquet", {}, "two columns have one name"),
         (taken, "out.parquet", {}, "must have no column 'embedding'"),
         (tmp_path / "in.xml", "out.npy", {}, "must be one of .jsonl"),

@@ -145,14 +145,14 @@ def test_the_oldest_goes_first_with_those_that_fit_beside_it(encoder) -> None:
     (dict(input=[5, 6]), "input must be a text .* Token ids are not supported", "input"),
     (dict(input=5), "input", None), (dict(), "input", "input"), (dict(input=[]), "1 to 64 texts, got 0", "input"),
     (dict(input=["a"] * 65), "1 to 64 texts, got 65", "input"),
-    (dict(input="word " * 99), "tokens, and 20 are allowed", "input"),
-    (dict(input="a" * 700), "700 characters, and 640 are allowed", "input"),
+    (dict(input="word " * 99), "at most 20 tokens, got ", "input"),
+    (dict(input="a" * 700), "at most 640 characters, got 700", "input"),
     (dict(input="a", dimensions=64), "dimensions must be 256 or null, got 64", "dimensions"),
     (dict(input="a", encoding_format="int8"), "encoding_format", "encoding_format"),
     (dict(input="a", truncate=True), "truncate is not supported", "truncate"),
     (dict(input="a", deadline_s=-1.0), "deadline_s", "deadline_s"),
     (dict(input="a", deadline_s=0), "deadline_s", "deadline_s"),
-    (dict(input=["a"] * 30), "counts as 30 texts, and 29 may wait", None),
+    (dict(input=["a"] * 30), "count as at most 29 texts, got 30", None),
 ], ids=lambda value: str(value)[:30])  # fmt: skip
 def test_mistakes_are_refused_by_name(encoder, fields, match, param) -> None:
     response = asked(encoder, dict(max_source_tokens=20, max_queue=29), **fields)
@@ -255,13 +255,13 @@ def test_an_error_is_that_of_its_text_alone(encoder, caplog) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
-    (["--task", "embed", "--max-beams", "3"], "--max-beams is for task generate, and the task is embed"),
-    (["--task", "embed", "--device", "cuda"], "--device is for task generate"),
-    (["--task", "embed", "--engine", "ray"], "--engine is for task generate"),
+    (["--task", "embed", "--max-beams", "3"], "--max-beams must be unset with task embed, got 3"),
+    (["--task", "embed", "--device", "cuda"], "--device must be unset with task embed"),
+    (["--task", "embed", "--engine", "ray"], "--engine must be unset with task embed"),
     (["--task", "embed", "--precision", "int8-dynamic"], "--precision must be one of fp32, bf16, .*'int8-dynamic'"),
-    (["--pooling", "first"], "--pooling is for task embed, and the task is generate"),
-    (["--normalize"], "--normalize is for task embed"), (["--precision", "auto"], "--precision|precision must"),
-    (["--task", "embed", "--pooling", "none"], "--pooling is 'none'"), (["--task", "classify"], "--task is 'classify'"),
+    (["--pooling", "first"], "--pooling must be unset with task generate, got 'first'"),
+    (["--normalize"], "--normalize must be unset"), (["--precision", "auto"], "--precision|precision must"),
+    (["--task", "embed", "--pooling", "none"], "--pooling must .*'none'"), (["--task", "classify"], "--task must be"),
 ], ids=str)  # fmt: skip
 def test_settings_of_another_task_are_refused(arguments, match, monkeypatch) -> None:
     monkeypatch.setattr(t5accel.serve.server, "create_app", lambda _: pytest.fail("opened"))

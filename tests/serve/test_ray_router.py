@@ -25,7 +25,7 @@ from t5accel.cli import app as commands
 from t5accel.errors import EngineError, InputError, JobError, T5AccelError, install
 from t5accel.serve import ray_batch, ray_router
 from t5accel.serve.app import make_app
-from t5accel.serve.batch.job import Job, Settings, Shard, run
+from t5accel.serve.batch.job import Job, JobSettings, Shard, run
 from t5accel.serve.batch.output import ShardRecord, ShardStats
 from t5accel.serve.middleware import RequestLimits
 from t5accel.serve.ray_router import ROUTES, Message, Replica, ReplicaLostError, Router
@@ -55,7 +55,7 @@ class Actors:
 @pytest.mark.usefixtures("toy")
 def test_an_actor_answers_shards_and_returns_errors(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"text": "one"}, {"text": 2}, {"text": "three"}])
-    settings, actors = Settings(shard_rows=2), Actors()
+    settings, actors = JobSettings(shard_rows=2), Actors()
     assert run(path, tmp_path / "out", settings=settings, engine=actors) == (ShardStats(2, 1, 2), ShardStats())
     assert actors.beats == 1, "not more often than once a second"
     assert run(path, tmp_path / "local", settings=settings)[0] == ShardStats(2, 1, 2)
@@ -73,7 +73,7 @@ def test_an_actor_answers_shards_and_returns_errors(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_removed_folders_and_lost_shards_end_the_job(tmp_path: Path) -> None:
-    path, out, settings = tmp_path / "in.txt", tmp_path / "out", Settings(shard_rows=1)
+    path, out, settings = tmp_path / "in.txt", tmp_path / "out", JobSettings(shard_rows=1)
     path.write_text("one\ntwo\nthree\n")
     with pytest.raises(JobError, match="is not the job's folder any more"):
         run(path, out, settings=settings, engine=Actors(lambda count: count == 1 and shutil.rmtree(out)))
@@ -115,12 +115,12 @@ def test_without_ray_or_with_an_address_for_nothing_the_commands_say_so(tmp_path
     batch, model = ["batch", str(path), str(tmp_path / "out")], ["--model", str(exported_mini)]
     for command, sentence in (
         ([*batch, *model, "--engine", "ray"], install("ray")),
-        ([*batch, *model, "--engine", "ray", "--stuck-s", "0"], "--stuck-s must be seconds above 0"),
-        ([*batch, *model, "--engine", "ray", "--stuck-s", "nan"], "--stuck-s must be seconds above 0"),
-        ([*batch, *model, "--address", "here:1"], "--address is for engine ray, and the engine is local"),
-        ([*batch, *model, "--stuck-s", "5"], "--stuck-s is for engine ray, and the engine is local"),
+        ([*batch, *model, "--engine", "ray", "--unhealthy-after-s", "0"], "-after-s must be seconds above 0"),
+        ([*batch, *model, "--engine", "ray", "--unhealthy-after-s", "nan"], "-after-s must be seconds above 0"),
+        ([*batch, *model, "--address", "here:1"], "--address must be unset with engine local"),
+        ([*batch, *model, "--unhealthy-after-s", "5"], "--unhealthy-after-s must be unset with engine local"),
         (["serve", *model, "--engine", "ray", "--port", "0"], install("ray")),
-        (["serve", *model, "--address", "here:1"], "--address is for engine ray, and the engine is local"),
+        (["serve", *model, "--address", "here:1"], "--address must be unset with engine local"),
         (["serve", *model, "--engine", "ray", "--replicas-min", "3"], "must be at most replicas, 2, got 3"),
         (["serve", *model, "--engine", "spark"], "spark"),
     ):

@@ -47,7 +47,7 @@ def few_rows() -> Any:
     """Capacities that a few requests outgrow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_static_rows, "ROWS", (2, 4, 8))
-        patch.setattr("t5accel.serve.device_batch.PATIENCE", 6)
+        patch.setattr("t5accel.serve.device_batch.SHRINK_AFTER_STEPS", 6)
         yield
 
 

@@ -292,9 +292,9 @@ def test_the_queue_counts_tokens() -> None:
         scheduler.submit(large)
     with pytest.raises(QueueFullError, match="800 tokens"):
         scheduler.require_place(GenerationRequest([5], max_new_tokens=49), 5)
-    with pytest.raises(InputError, match="counts as 1600 tokens, and 1000 may wait"):
+    with pytest.raises(InputError, match="at most 1000 tokens, got 1600"):
         scheduler.submit_all([large, large])
-    with pytest.raises(InputError, match="counts as 11 requests, and 10 may wait"):
+    with pytest.raises(InputError, match="at most 10 requests, got 11"):
         scheduler.submit_all([GenerationRequest([5], max_new_tokens=1)] * 11)
     small = scheduler.submit_all([GenerationRequest([5], max_new_tokens=39)] * 5)
     assert scheduler.waiting == 6

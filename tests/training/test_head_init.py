@@ -87,6 +87,6 @@ def test_the_heads_that_matter_least_are_aimed_like_the_one_that_looks_at_the_to
     before = copy.deepcopy(model.state_dict())
     assert choose_head_inits(model, BATCHES) == (HeadInit(0, 2, 1, 1), HeadInit(4, 2, 2, 7), HeadInit(5, 2, -7, -2))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    for sizes, message in ((SIX_HEADS, "No head of the encoder"), ({**SIZES, "num_heads": 3}, "3 heads")):
+    for sizes, message in ((SIX_HEADS, "No head of the encoder"), ({**SIZES, "num_heads": 3}, "4 heads, got 3")):
         with pytest.raises(InputError, match=message):  # it is not ready for aims
             choose_head_inits(random_t5(sizes, seed=3), BATCHES)

@@ -47,7 +47,7 @@ def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch
     (out / "checkpoint.pt").write_text("finished")
     for wrong in (["--pairs", tmp_path / "missing.tsv"], ["--pairs", pairs, "--steps", 0],
                   ["--pairs", pairs, "--stage", 3], ["--pairs", pairs, "--start", "mini"]):  # fmt: skip
-        refused("train", *wrong, "--out", out, "--prolong")
+        refused("train", *wrong, "--out", out, "--extend-run")
         assert (out / "checkpoint.pt").read_text() == "finished"
     calls = []
 
@@ -56,7 +56,7 @@ def test_train_prolongs_only_when_everything_else_is_right(tmp_path, monkeypatch
         return out / "model"
 
     monkeypatch.setattr(training, "reproduce", reproduce)
-    result = call("train", "--pairs", pairs, "--out", out, "--prolong", "--steps", 9, "--seed", 3, "--threads", 1)
+    result = call("train", "--pairs", pairs, "--out", out, "--extend-run", "--steps", 9, "--seed", 3, "--threads", 1)
     assert (result.exit_code, result.stdout) == (0, f"Wrote {out / 'model'}\n")
     assert calls == [(pairs, out, training.TrainConfig(steps=9, seed=3), 1, None, True, "cpu")]
     for stage, planned in ((2, training.SECOND_STAGE), (3, training.THIRD_STAGE), (4, training.FOURTH_STAGE)):

@@ -17,26 +17,26 @@ from filelock import FileLock
 
 from bench import evaluation
 from bench.serving.servers import free_port
-from t5accel.serve.batch.job import Model, Settings, run
+from t5accel.serve.batch.job import JobSettings, ModelSource, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build/servers/ray/bin/python"
-SETTINGS = Settings(prefix="translate English to French: ", beams=4, max_new_tokens=24, shard_rows=5)
+SETTINGS = JobSettings(prefix="translate English to French: ", beams=4, max_new_tokens=24, shard_rows=5)
 ROWS, SHARDS = 360, 73  # and a broken row
 LIMIT_S = 240  # of one run, on cores that others may use, too
 PROGRAM = f"""
 import sys
 from dataclasses import replace
 from functools import partial
-from t5accel.serve.batch.job import Model, Settings
+from t5accel.serve.batch.job import ModelSource, JobSettings
 from t5accel.serve.batch.job import in_this_process, run
 from t5accel.serve.ray_batch import on_ray
 from t5accel.errors import T5AccelError
-given, out, model, engine, stuck_s, shard_rows = sys.argv[1:]
+given, out, model, engine, silent_s, shard_rows = sys.argv[1:]
 settings = replace({SETTINGS!r}, shard_rows=int(shard_rows))
-engine = in_this_process if engine == "local" else partial(on_ray, stuck_s=float(stuck_s))
+engine = in_this_process if engine == "local" else partial(on_ray, unhealthy_after_s=float(silent_s))
 try:
-    print(run(given, out, Model(model, threads=1), settings, engine=engine)[0])
+    print(run(given, out, ModelSource(model, threads=1), settings, engine=engine)[0])
 except T5AccelError as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
 """
@@ -73,7 +73,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(given: Path, exported_mini: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What the local engine writes, in this environment."""
     out = tmp_path_factory.mktemp("expected") / "out"
-    answered, _ = run(given, out, Model(str(exported_mini), threads=1), SETTINGS)
+    answered, _ = run(given, out, ModelSource(str(exported_mini), threads=1), SETTINGS)
     found = files(out)
     assert [json.loads(line)["id"] for line in answers(found)] == list(range(ROWS)) and answered.rejected == 1, (
         "every row once"
@@ -87,10 +87,10 @@ def start(given: Path, exported_mini: Path) -> Iterator[Start]:
     started: list[subprocess.Popen] = []
 
     def begin(
-        out: Path, engine: str = "ray", stuck_s: float = LIMIT_S, path: Path = given, rows: int = SETTINGS.shard_rows
+        out: Path, engine: str = "ray", silent_s: float = LIMIT_S, path: Path = given, rows: int = SETTINGS.shard_rows
     ) -> subprocess.Popen:
         process = subprocess.Popen(
-            [PYTHON, "-c", PROGRAM, path, out, exported_mini, engine, str(stuck_s), str(rows)], start_new_session=True,
+            [PYTHON, "-c", PROGRAM, path, out, exported_mini, engine, str(silent_s), str(rows)], start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=out.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True,
         )  # fmt: skip
@@ -233,7 +233,7 @@ def test_kills_lose_no_row_and_do_none_twice(start: Start, expected, tmp_path: P
 
 def test_an_actor_that_is_stuck_ends_the_job_and_the_same_command_goes_on(start: Start, expected, tmp_path) -> None:
     out = tmp_path / "out"
-    process = start(out, stuck_s=6)
+    process = start(out, silent_s=6)
     wait_for(2, out, process)
     stopped = named(process, "MapWorker")
     for one in stopped:

@@ -20,7 +20,7 @@ import pytest
 from conftest import OUT, ROOT
 from playwright.sync_api import Browser, Page, expect
 
-from bench.demo.race import Task, menu
+from bench.demo.race import Task, example_tasks
 from bench.evaluation import rows
 
 TEMPORARY = OUT / "demo-tmp"
@@ -103,7 +103,7 @@ def test_run_can_be_pressed_at_once(demo: Page) -> None:
 
 
 def test_every_example_is_answered_in_four_ways(demo: Page) -> None:
-    for task in menu():
+    for task in example_tasks():
         choose(demo, task)
         for number, texts in enumerate(task.examples):
             examples = demo.get_by_role("combobox", name="Examples")
@@ -120,7 +120,7 @@ def test_every_example_is_answered_in_four_ways(demo: Page) -> None:
 
 
 def test_empty_overlong_and_unknown_get_a_sentence(demo: Page) -> None:
-    task, status = menu()[1], demo.locator("#status")
+    task, status = example_tasks()[1], demo.locator("#status")
     choose(demo, task)
     long = "The storm closed the road. " * 200
     for text, said in (("  ", "Nothing is written under “Your text”"), (long, "shorten it")):
@@ -159,7 +159,7 @@ def test_a_page_of_another_site_cannot_ask(browser: Browser, url: str) -> None:
 
 
 def test_a_running_answer_is_stopped(demo: Page) -> None:
-    task = menu()[1]
+    task = example_tasks()[1]
     choose(demo, task)
     write(demo, task.examples[0], task.fields)
     demo.get_by_role("button", name="Run").click()
@@ -177,7 +177,7 @@ def test_ten_visitors_at_once_are_all_answered(browser: Browser, url: str) -> No
         page = context.new_page()
         page.goto(url)
         expect(page.get_by_role("button", name="Run")).to_be_visible(timeout=ANSWER_MS)
-        write(page, {"text": row["source"]}, menu()[0].fields)
+        write(page, {"text": row["source"]}, example_tasks()[0].fields)
         pages.append(page)
     for page in pages:
         page.get_by_role("button", name="Run").click()

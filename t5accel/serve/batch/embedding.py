@@ -16,7 +16,7 @@ from t5accel import machine
 from t5accel.encoder import AcceleratedEncoder
 from t5accel.errors import InputError, JobError, first_line
 from t5accel.graphs.atomic_write import locked, staged_file
-from t5accel.serve.batch.formats import RejectedRow, Rows, facts_of, import_pyarrow, kind_of, read_range
+from t5accel.serve.batch.formats import RejectedRow, RowRange, facts_of, import_pyarrow, kind_of, read_range
 from t5accel.serve.batch.generate import CHARACTERS, batches
 from t5accel.tokenization import tokenize
 
@@ -30,7 +30,7 @@ def check_files(given: str | os.PathLike[str], out: str | os.PathLike[str], colu
     path, target = Path(given), Path(out)
     kind = kind_of(path)
     if not path.is_file():  # to open a pipe is to wait for its writer
-        raise InputError(f"{path} is no file.")
+        raise InputError(f"The input must be a file, got {path}.")
     kind.check(path, column, None)
     if target.suffix not in (".npy", ".parquet") or target.is_dir() or target.resolve() == path.resolve():
         raise InputError(f"{target} must be a file of its own, .npy or .parquet.")
@@ -101,7 +101,7 @@ def embed_file(
     return total
 
 
-def _texts(path: Path, rows: Rows, column: str, first: int) -> list[str]:
+def _texts(path: Path, rows: RowRange, column: str, first: int) -> list[str]:
     found = rows.texts(column, None)
     for place, one in enumerate(found, first):
         if isinstance(one, RejectedRow):
@@ -119,7 +119,7 @@ def _check(path: Path, first: int, encoder: AcceleratedEncoder, texts: list[str]
             raise InputError(f"{path}, row {first + places[0]}: {error} {NOTHING}") from error
 
 
-def _with_columns(path: Path, schema: Any, rows: Rows, column: str, given: Any = None) -> Any:
+def _with_columns(path: Path, schema: Any, rows: RowRange, column: str, given: Any = None) -> Any:
     try:
         made = rows.table(column, given).schema
         found = import_pyarrow().unify_schemas([schema, made], promote_options="permissive")

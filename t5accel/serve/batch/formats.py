@@ -46,7 +46,7 @@ def text_of(value: Any) -> str | RejectedRow:
     return value
 
 
-class Rows:
+class RowRange:
     """A range of rows of one file, in memory; here one text per line.
 
     ``column`` is the name of the texts, ``into`` that of the answers, if there will be any. Answers may have several
@@ -89,7 +89,7 @@ class Rows:
                 offset += sum(sizes)
 
     @classmethod
-    def read(cls, path: Path, offset: int, rows: int) -> Rows:
+    def read(cls, path: Path, offset: int, rows: int) -> RowRange:
         with path.open("rb") as file:
             _, fields = cls.begin(file)
             file.seek(offset)
@@ -142,7 +142,7 @@ class Rows:
         return json.dumps({**self.values(record, column), into: answer}, ensure_ascii=False) + "\n"
 
 
-class JsonRows(Rows):
+class JsonRows(RowRange):
     """One JSON object per line; the answer becomes its last field."""
 
     def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
@@ -166,7 +166,7 @@ class JsonRows(Rows):
         return f"{record.rstrip().removesuffix('}')}, {field}}}\n"  # there is a field before it, that of the text
 
 
-class CsvRows(Rows):
+class CsvRows(RowRange):
     """CSV with a header (RFC 4180); a quoted field may hold line ends."""
 
     suffix = ".csv"
@@ -253,7 +253,7 @@ def import_pyarrow() -> Any:
     return pyarrow
 
 
-class ParquetRows(Rows):
+class ParquetRows(RowRange):
     """An Arrow table; the output adds a column of strings."""
 
     suffix = ".parquet"
@@ -334,7 +334,7 @@ def _check_columns(path: Path, columns: Sequence[str], column: str, into: str | 
         raise InputError(f"{path} must have no column {into!r}, where the answers go. Give another --output-column.")
 
 
-KINDS = {".jsonl": JsonRows, ".ndjson": JsonRows, ".csv": CsvRows, ".parquet": ParquetRows, ".txt": Rows}
+KINDS = {".jsonl": JsonRows, ".ndjson": JsonRows, ".csv": CsvRows, ".parquet": ParquetRows, ".txt": RowRange}
 
 
 def facts_of(path: Path) -> tuple[int, ...]:
@@ -343,7 +343,7 @@ def facts_of(path: Path) -> tuple[int, ...]:
     return facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns  # programs can set back the second alone
 
 
-def kind_of(path: Path) -> type[Rows]:
+def kind_of(path: Path) -> type[RowRange]:
     """The format of a file, by its suffix."""
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
@@ -351,7 +351,7 @@ def kind_of(path: Path) -> type[Rows]:
     return kind
 
 
-def read_range(path: Path, offset: int, rows: int, kept: str = "What is done is kept.") -> Rows:
+def read_range(path: Path, offset: int, rows: int, kept: str = "What is done is kept.") -> RowRange:
     """Read a range; ``JobError``, whose last sentence is ``kept``: the file is gone, damaged or changed."""
     try:
         found = kind_of(path).read(path, offset, rows)

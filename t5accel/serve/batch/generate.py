@@ -27,7 +27,7 @@ PER_TOKEN = 1000  # characters of a text, for each token that it may have; more 
 
 
 @dataclass(frozen=True)
-class Answer:
+class GeneratedText:
     """A generated text, and its tokens with the end token."""
 
     text: str
@@ -55,7 +55,7 @@ class BatchGenerator:
     >>> from t5accel.api import open_backend
     >>> answer = BatchGenerator(*open_backend("mini", progress=False)[:2], max_source_tokens=10)
     >>> answer(["translate English to French: I am tired.", "translate English to French: " + "very " * 9 + "tired."])
-    [Answer(text='Je suis fatigué.', tokens=5), RejectedRow(reason='17 tokens, and at most 10 are allowed')]
+    [GeneratedText(text='Je suis fatigué.', tokens=5), RejectedRow(reason='17 tokens, and at most 10 are allowed')]
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class BatchGenerator:
 
     def __call__(
         self, texts: Sequence[str], on_batch: Callable[[int, int], Any] | None = None
-    ) -> list[Answer | RejectedRow]:
+    ) -> list[GeneratedText | RejectedRow]:
         """Return an answer or a rejection for each text.
 
         ``on_batch`` gets the answered texts and new tokens of each batch. ``JobError``: the model fails on any text.
         """
-        found: list[Answer | RejectedRow | None] = [None] * len(texts)
+        found: list[GeneratedText | RejectedRow | None] = [None] * len(texts)
         sources: list[tuple[int, np.ndarray]] = []
         for place, ids in self._tokenised(texts):
             if isinstance(ids, RejectedRow):
@@ -121,7 +121,7 @@ class BatchGenerator:
             counts = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, ends.shape[1])
             answered = 0
             for i, text, count in zip(chosen, self._decoded(tokens), counts, strict=True):
-                found[sources[i][0]] = text if isinstance(text, RejectedRow) else Answer(text, int(count))
+                found[sources[i][0]] = text if isinstance(text, RejectedRow) else GeneratedText(text, int(count))
                 answered += not isinstance(text, RejectedRow)
             if on_batch is not None:
                 on_batch(answered, int(counts.sum()))

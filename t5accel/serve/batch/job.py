@@ -26,14 +26,14 @@ from t5accel.models.load import BUNDLED, require_tokenizer
 from t5accel.models.prefixes import prefix_hint, prefixes_of
 from t5accel.precision.recipes import as_recipe, recipe_from_json
 from t5accel.serve.batch.formats import KINDS, RejectedRow, facts_of, kind_of, read_range
-from t5accel.serve.batch.generate import Answer, BatchGenerator
+from t5accel.serve.batch.generate import BatchGenerator, GeneratedText
 from t5accel.serve.batch.output import REJECTS, Output, ShardRecord, ShardStats, some
 
 FORMAT = 2  # of the folder and its records; a change by which other rows would go together raises it, too
 
 
 @dataclass(frozen=True)
-class Settings:
+class JobSettings:
     """Settings of a job, with the options of `BatchGenerator`."""
 
     column: str = "text"  # of the texts, in files with columns
@@ -109,19 +109,19 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSource:
     """A model to open, in this process or another; see `api.open_backend`."""
 
     name: str = "mini"
     precision: str | None = None
     threads: int | None = None
 
-    def absolute(self) -> Model:
+    def absolute(self) -> ModelSource:
         """The same with an absolute path, for processes in other folders."""
         is_folder = self.name not in BUNDLED and os.path.isdir(self.name)
         return replace(self, name=os.path.abspath(self.name)) if is_folder else self
 
-    def open(self, settings: Settings) -> tuple[BatchGenerator, dict[str, str]]:
+    def open(self, settings: JobSettings) -> tuple[BatchGenerator, dict[str, str]]:
         """Return the generator, and the model's identity in a manifest."""
         if self.precision is not None and as_recipe(self.precision).dtype == "bfloat16":
             raise InputError(f"precision must be fp32, fp16, int8 or int4, got {self.precision}, which runs in torch.")
@@ -156,7 +156,7 @@ def sources(given: str, out: Path) -> list[Source]:
         paths = [path for path in paths if out.resolve() not in path.resolve().parents] or paths  # its own answers
         base = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
     if not paths:
-        raise InputError(f"{given} is no file, no folder with files of {', '.join(KINDS)}, and no pattern of such.")
+        raise InputError(f"The input must be a file, a folder or a pattern of {', '.join(KINDS)}, got {given}.")
     for path in paths:
         kind_of(path)
         if out.resolve() in path.resolve().parents:
@@ -173,7 +173,7 @@ def _unreadable(error: OSError) -> NoReturn:
     raise JobError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
 
-def shards(found: Iterable[Source], settings: Settings) -> Iterator[Shard]:
+def shards(found: Iterable[Source], settings: JobSettings) -> Iterator[Shard]:
     """Split files into shards; ``InputError``: unreadable, or without the column."""
     index = 0
     for source in found:
@@ -190,7 +190,7 @@ def shards(found: Iterable[Source], settings: Settings) -> Iterator[Shard]:
 
 def process_shard(
     answer: BatchGenerator,
-    settings: Settings,
+    settings: JobSettings,
     output: Output,
     shard: Shard,
     on_batch: Callable[[int, int], Any] | None = None,
@@ -201,7 +201,7 @@ def process_shard(
     shard.source.check()  # nor has it changed while it was read
     texts = rows.texts(settings.column, settings.output_column)
     places = [place for place, text in enumerate(texts) if not isinstance(text, RejectedRow)]
-    found: list[Answer | RejectedRow] = [*texts]
+    found: list[GeneratedText | RejectedRow] = [*texts]
     for place, answered in zip(places, answer([settings.prefix + texts[i] for i in places], on_batch), strict=True):
         found[place] = answered
     rejected = {place: one.reason for place, one in enumerate(found) if isinstance(one, RejectedRow)}
@@ -218,19 +218,19 @@ def process_shard(
     answers = [None if isinstance(one, RejectedRow) else one.text for one in found]
     write = partial(rows.write, answers=answers, column=settings.column, into=settings.output_column)
     files[shard.output] = output.put(shard.output, write)
-    tokens = sum(one.tokens for one in found if isinstance(one, Answer))
+    tokens = sum(one.tokens for one in found if isinstance(one, GeneratedText))
     return ShardRecord(shard.output, ShardStats(len(found) - len(rejected), len(rejected), tokens), files)
 
 
-DEFAULT, MINI = Settings(), Model()
+DEFAULT, MINI = JobSettings(), ModelSource()
 
 
 @dataclass(frozen=True)
 class Job:
     """Everything that a process needs to do a shard."""
 
-    model: Model
-    settings: Settings
+    model: ModelSource
+    settings: JobSettings
     output: Output
     what: dict[str, str]  # the identity of the model
 
@@ -250,8 +250,8 @@ def in_this_process(
 def run(
     given: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    model: Model = MINI,
-    settings: Settings = DEFAULT,
+    model: ModelSource = MINI,
+    settings: JobSettings = DEFAULT,
     *,
     engine: Engine = in_this_process,
     progress: bool = False,
@@ -271,9 +271,9 @@ def run(
     >>> with TemporaryDirectory() as folder:
     ...     given, out = Path(folder, "in.txt"), Path(folder, "out")
     ...     _ = given.write_text("I am tired.\\n\\n")
-    ...     run(given, out, settings=Settings(prefix="translate English to French: "))
+    ...     run(given, out, settings=JobSettings(prefix="translate English to French: "))
     ...     print((out / "part-000000.jsonl").read_text(), end="")
-    ...     run(given, out, settings=Settings(prefix="translate English to French: "))
+    ...     run(given, out, settings=JobSettings(prefix="translate English to French: "))
     (ShardStats(answered=1, rejected=1, tokens=5), ShardStats(answered=0, rejected=0, tokens=0))
     {"text": "I am tired.", "answer": "Je suis fatigué."}
     (ShardStats(answered=0, rejected=0, tokens=0), ShardStats(answered=1, rejected=1, tokens=5))
@@ -322,7 +322,7 @@ def run(
     return done, before
 
 
-def _first_hint(shard: Shard, settings: Settings, prefixes: tuple[str, ...]) -> str:
+def _first_hint(shard: Shard, settings: JobSettings, prefixes: tuple[str, ...]) -> str:
     if not prefixes:
         return ""
     shard.source.check()
