@@ -74,6 +74,10 @@ class OrtNumpy:
     ``MissingPackageError`` without the onnxruntime of the device.
     """
 
+    vocab_size: int  # this and the next three by `__getattr__`; stated for type checkers
+    pad_token_id: int
+    eos_token_id: int
+    decoder_start_token_id: int
     devices: tuple[str, ...] = ("cpu", "cuda")
     _takes_shortlist = True
 

@@ -46,6 +46,11 @@ class EncoderCache:
     Raises ``InputError`` if the backend lacks ``split``, ``join``, ``source_bytes`` or ``fingerprint``.
     """
 
+    vocab_size: int
+    pad_token_id: int
+    eos_token_id: int
+    decoder_start_token_id: int
+
     def __init__(self, backend: Backend, *, max_bytes: int = 256_000_000):
         check_backend(backend, ("split", "join", "source_bytes", "fingerprint"))
         self.backend, self.max_bytes = backend, as_count(max_bytes, "max_bytes", at_least=0)

@@ -169,7 +169,7 @@ def test_an_embedding_under_the_decoders_name_alone_is_the_encoders(tmp_path):
     [
         (lambda weights: weights.pop("shared.weight"), ModelUnavailableError, "lacks its embedding"),
         (lambda weights: weights.pop(f"{FIRST}.1.DenseReluDense.wo.weight"), ModelUnavailableError, "lacks"),
-        (lambda weights: weights.pop(f"{FIRST}.0.SelfAttention.q.weight"), NotT5Error, "no weight"),
+        (lambda weights: weights.pop(f"{FIRST}.0.SelfAttention.q.weight"), NotT5Error, "must have the weight"),
         (lambda weights: weights.update({"encoder.adapter": torch.ones(3)}), NotT5Error, "encoder.adapter"),
         (lambda weights: weights.update({"shared.weight": torch.ones(300, 32).char()}), ModelUnavailableError,
          "got I8"),

@@ -646,7 +646,7 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
     (["--device", "cuda", "--engine", "ray"], {}, "engine must be local on cuda, got 'ray'"),
     (["--replicas-min", "2"], {}, "--replicas-min must be unset with engine local, got 2. Give --engine ray"),
     ([], {"T5ACCEL_REPLICAS": "4"}, "--replicas must be unset with engine local"),
-    (["--device", "cuda", "--encoder-cache-mb", "9"], {}, "--encoder-cache-mb must be unset on cuda"),
+    (["--device", "cuda", "--encoder-cache-mb", "9"], {}, "--encoder-cache-mb must be unset with device cuda"),
     (["--log-level", "loud"], {}, "--log-level must be 'debug', 'info'.*, got 'loud'"),
     ([], {"T5ACCEL_NEW_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_NEW_TOKENS"),
     (["--host", "no.such.host.invalid"], {"T5ACCEL_API_KEY": "a"}, "host 'no.such.host.invalid' and port 8000"),
