@@ -15,7 +15,7 @@ import training.reader as module
 from bench.bert.model import load_bert, threshold_of, widths
 from bench.bert.pruning import Pruning
 from bench.bert.spans import calibration_texts, read, torch_run
-from t5accel.distillation.batches import Mixture, Part, Phase
+from t5accel.distillation.batches import Mixture, Phase, TaskShare
 from t5accel.errors import InputError
 from t5accel.metrics import UNANSWERABLE
 from t5accel.models.prefixes import CONTEXT, QUESTION
@@ -34,7 +34,9 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def mixture() -> Mixture:
-    return Mixture(mini_examples(), (Phase(0, (Part("questions", 900),)),), evaluation_sources(), steps_per_block=2)
+    return Mixture(
+        mini_examples(), (Phase(0, (TaskShare("questions", 900),)),), evaluation_sources(), steps_per_block=2
+    )
 
 
 def test_every_answer_of_every_generator_is_found_where_it_stands_and_nowhere_else(tokenizer: Any) -> None:

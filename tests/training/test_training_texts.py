@@ -465,8 +465,8 @@ def test_students_never_see_what_is_held_out_nor_the_evaluation_sets(tmp_path, p
     sentences = {TRANSLATE + english for english, _ in PAIRS}
     assert drawn & sentences == sentences - {source for source, _ in held_out}
     assert found.curriculum == STUDENTS_MIXTURE
-    assert found.forbidden == curricula.evaluation_sources() and len(found.forbidden) == 700
-    prefixes = {source.split(":")[0] for source in found.forbidden}
+    assert found.excluded_sources == curricula.evaluation_sources() and len(found.excluded_sources) == 700
+    prefixes = {source.split(":")[0] for source in found.excluded_sources}
     assert prefixes == {"translate English to French", "summarize", "question"}
     with pytest.raises(InputError, match="tatoeba.org"):
         curricula.student_mixture(tmp_path / "missing.tsv")
