@@ -69,8 +69,7 @@ def accelerate(
         max_source_tokens: refuse longer inputs, for attention grows with the square of the length.
         progress: show the first export of a model and where it is kept.
         check_logits: compare the graphs with the model on one small batch, at the first export and for every model
-            object; it finds hooks, overridden ``forward()`` methods and adapters. Other methods for generation than
-            transformers' are refused.
+            object; it finds hooks, overridden ``forward()`` methods and adapters. An own ``generate()`` is refused.
 
     Returns:
         A model whose ``generate()`` takes ``input_ids`` (B, S) and returns tokens (B, L), as transformers' does.

@@ -49,12 +49,10 @@ if TYPE_CHECKING:
 
 _CACHES = (None, "dynamic", "dynamic_full")  # transformers' names for a cache that grows with the text
 # Arguments and modes of `generate` that reach into the model.
-_UNSUPPORTED = tuple(
-    """
-    output_attentions output_hidden_states inputs_embeds decoder_inputs_embeds head_mask decoder_head_mask
-    cross_attn_head_mask pixel_values
-    """.split()
-)
+_UNSUPPORTED = (
+    "output_attentions", "output_hidden_states", "inputs_embeds", "decoder_inputs_embeds", "head_mask",
+    "decoder_head_mask", "cross_attn_head_mask", "pixel_values",
+)  # fmt: skip
 _UNSUPPORTED_MODES = "prefill_chunk_size return_legacy_cache assistant_early_exit use_mtp speculation_type".split()
 _SHIFT_THE_SOURCE = ("bart", "mbart")  # where forward() has no decoder ids, as transformers does
 _UPLOAD = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")

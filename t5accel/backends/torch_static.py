@@ -19,8 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends import torch_static_buffers
-from t5accel.backends.torch_static_buffers import KEPT_BYTES, KVCache, StaticBuffers, capture_graph, made
+from t5accel.backends.torch_static_buffers import (
+    KEPT_BYTES,
+    MAX_QUEUED_STEPS,
+    KVCache,
+    StaticBuffers,
+    capture_graph,
+    made,
+)
 from t5accel.backends.torch_static_loops import keeps_state, run_beams, run_samples, step_tokens
 from t5accel.backends.torch_static_model import StaticT5
 from t5accel.checks import as_count
@@ -176,7 +182,7 @@ class TorchStatic:
         The first step reads the start token, or the last choice of `next_tokens` or `run_greedy`. Rows do not stop at
         an end token.
         """
-        count = min(k, torch_static_buffers.MAX_QUEUED_STEPS)
+        count = min(k, MAX_QUEUED_STEPS)
         self._make_room(state, count)
         buffers = state.buffers
         self._advance(buffers, suppressed, count)

@@ -19,7 +19,7 @@ import torch
 from t5accel.backends.torch_static_buffers import StaticBuffers, capture_graph
 from t5accel.backends.torch_static_model import StaticT5
 from t5accel.decoding.backend import NOT_FINITE, SuppressedTokens
-from t5accel.decoding.beam import MAX_BEAM_STEPS
+from t5accel.decoding.beam import MAX_RUN_STEPS
 from t5accel.decoding.sampling import SamplingParams
 from t5accel.errors import EngineError
 
@@ -86,10 +86,10 @@ class BeamLoop(Loop):
         self.ends = torch.tensor(ends, device=device)
         self.scores = torch.zeros(batch, beams, device=device)  # the sum of the log-probabilities of each beam so far
         self.first_rows = torch.arange(0, batch * beams, beams, device=device)[:, None]
-        # For each step the best continuations of a source, best first, (MAX_BEAM_STEPS, B, m) each: their scores, which
+        # For each step the best continuations of a source, best first, (MAX_RUN_STEPS, B, m) each: their scores, which
         # of the K beams they continue, and their tokens.
         types = (torch.float32, torch.int64, torch.int64)
-        self.candidates = [torch.zeros(MAX_BEAM_STEPS, batch, self.m, dtype=dtype, device=device) for dtype in types]
+        self.candidates = [torch.zeros(MAX_RUN_STEPS, batch, self.m, dtype=dtype, device=device) for dtype in types]
 
     def step(self, buffers: StaticBuffers) -> None:
         batch, beams = self.scores.shape
@@ -126,9 +126,9 @@ class SampleLoop(Loop):
         self.numbers = {
             name: torch.tensor(getattr(sampling, name), dtype=torch.float64, device=device) for name in _NUMBERS
         }
-        self.uniform = torch.zeros(MAX_BEAM_STEPS, rows, dtype=torch.float64, device=device)
+        self.uniform = torch.zeros(MAX_RUN_STEPS, rows, dtype=torch.float64, device=device)
         self.totals = torch.zeros_like(self.uniform)  # of `sample_token`, for the host: a graph raises no error
-        self.generated = torch.zeros(MAX_BEAM_STEPS, rows, dtype=torch.int64, device=device)
+        self.generated = torch.zeros(MAX_RUN_STEPS, rows, dtype=torch.int64, device=device)
         self.seen = None  # (R, V) bool, the tokens in each row's history
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(rows, decoder.dims.vocab_size, dtype=torch.bool, device=device)
@@ -310,7 +310,7 @@ def run_beams(
     ends: tuple[int, ...], suppressed: SuppressedTokens = None, renormalized: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Take up to ``k`` steps of beam search, as `Backend` documents them. After a failure begin with a new state."""
-    count = min(k, MAX_BEAM_STEPS)
+    count = min(k, MAX_RUN_STEPS)
     make = partial(BeamLoop, ends=ends, renormalized=renormalized)
     loop = _start(backend, state, input_ids, count, suppressed, ("beams", ends, renormalized), make)
     loop.scores.copy_(torch.from_numpy(scores))

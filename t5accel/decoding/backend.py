@@ -90,7 +90,7 @@ class OptionalBackend(Backend, Protocol):
         self, state: State, input_ids: np.ndarray, uniform: np.ndarray, *, sampling: Any,
         suppressed: SuppressedTokens = None, history: np.ndarray | None = None,
     ) -> np.ndarray:  # fmt: skip
-        """Draw n <= `beam.MAX_BEAM_STEPS` tokens by ``uniform`` (B, K, n) float64: (B, K, n).
+        """Draw n <= `beam.MAX_RUN_STEPS` tokens by ``uniform`` (B, K, n) float64: (B, K, n).
 
         Rows first read ``input_ids``, as in `run_beams`. The draws are those of `sampling.sample_token`, for a
         `SamplingParams`. ``history`` (B, K, L) int64, each row's tokens so far, is required where repetitions are

@@ -17,7 +17,7 @@ from t5accel.errors import EngineError, InputError
 DEFAULT_BEAMS = 4
 # Steps of `run_beams` and `run_samples` between two checks for ended sources: first few, for short answers, then twice
 # as many each time.
-FIRST_RUN, MAX_BEAM_STEPS = 8, 32
+FIRST_RUN, MAX_RUN_STEPS = 8, 32
 _LARGEST_EXPONENT = 70.0  # scores times or over exp(70) are still far from the ends of float32
 _BLOCK = 2**17  # scores processed at a time: half a megabyte, which stays in a core's L2 cache
 # From the sequences so far (n, K, L) and logits (n, K, V) to log-probabilities that are no more normalised.
@@ -269,7 +269,7 @@ class BeamState:
                         return
                     if update.kept is not None:
                         going = going[update.kept]
-                batch, steps = len(unread), min(2 * steps, MAX_BEAM_STEPS)
+                batch, steps = len(unread), min(2 * steps, MAX_RUN_STEPS)
                 if (kept := shrunk(going, batch)) is not None:
                     backend.select_sources(state, kept)
                     batch, going = len(kept), np.searchsorted(kept, going)

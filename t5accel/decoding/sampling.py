@@ -11,7 +11,7 @@ import numpy as np
 
 from t5accel.checks import as_count, is_number
 from t5accel.decoding.backend import NOT_FINITE, Backend, State, shrunk
-from t5accel.decoding.beam import FIRST_RUN, MAX_BEAM_STEPS
+from t5accel.decoding.beam import FIRST_RUN, MAX_RUN_STEPS
 from t5accel.decoding.request import GenerationInputs, Step, StepStream, collects_steps
 from t5accel.decoding.token_constraints import is_eos
 from t5accel.errors import EngineError, InputError
@@ -238,7 +238,7 @@ def run_steps(
                     logits[:, suppressed] = -np.inf
                 odds = probabilities(logits, history[rows][places], sampling)
                 found[rows[places], 0] = sample_token(odds, uniform[places, 0])
-            unread, at_once = found[:, -1:], min(2 * at_once, MAX_BEAM_STEPS)
+            unread, at_once = found[:, -1:], min(2 * at_once, MAX_RUN_STEPS)
         history = np.concatenate([history, found], axis=1)
         for tokens in found.T:
             going = np.flatnonzero(is_open)

@@ -241,15 +241,14 @@ def family_of_model(model: Any) -> Family:
                 f"{kind} must have one embedding for encoder and decoder, got two. transformers 5.0 to 5.17 load a "
                 "MADLAD-400 so: give its folder or hub id, or load it with another release."
             )
-        require_built_distances(stacks)
+        _require_built_distances(model)
     return family
 
 
-def require_built_distances(model: Any) -> None:
+def _require_built_distances(model: Any) -> None:
     """Raise ``InputError`` where a T5's configuration names other distances than its attention was built with."""
     # transformers' modules keep what they were built with, and the graphs are built from the configuration.
-    stacks = [stack for stack in (model.encoder, getattr(model, "decoder", None)) if stack is not None]
-    for attention in (block.layer[0].SelfAttention for stack in stacks for block in stack.block):
+    for attention in (block.layer[0].SelfAttention for block in (*model.encoder.block, *model.decoder.block)):
         for name in ("relative_attention_num_buckets", "relative_attention_max_distance"):
             built, told = getattr(attention, name, None), getattr(model.config, name)
             if built not in (None, told):

@@ -64,7 +64,7 @@ class T5Dims:
                 vocab_size=model.lm_head.out_features,
                 d_model=config.d_model,
                 d_kv=config.d_kv,
-                **{kind: tuple(sizes) for kind, sizes in layer_widths(model).items()},
+                **{name: tuple(sizes) for name, sizes in layer_widths(model).items()},
                 gated=hasattr(model.decoder.block[0].layer[-1].DenseReluDense, "wi_0"),
                 tied=model.lm_head.weight is model.shared.weight,
             )

@@ -46,7 +46,7 @@ class Replica:
     """
 
     def __init__(self, settings: Settings):
-        self._app, self._stuck_s = create_app(settings), settings.unhealthy_after_s
+        self._app, self._unhealthy_after_s = create_app(settings), settings.unhealthy_after_s
         self._service = self._app.state.service
 
     async def __call__(self, request: Message, body: bytes) -> AsyncIterator[Message]:
@@ -74,7 +74,7 @@ class Replica:
     def check_health(self) -> None:
         """Raise if the engine is dead or stuck; Ray Serve replaces it."""
         scheduler = self._service.scheduler
-        if not scheduler.is_alive or scheduler.busy_s() >= self._stuck_s:
+        if not scheduler.is_alive or scheduler.busy_s() >= self._unhealthy_after_s:
             raise EngineError(f"The engine's thread has ended, or is at one step for {scheduler.busy_s():.0f} s.")
 
     def __del__(self) -> None:

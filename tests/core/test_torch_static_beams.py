@@ -147,7 +147,7 @@ def test_runs_grow_up_to_where_the_rules_change(tiny_t5, padded_batch, runs) -> 
 def test_sources_leave_between_runs(ending_t5, padded_batch, runs, monkeypatch) -> None:
     """The batch shrinks by powers of two."""
     model, batch = ending_t5("tied"), [np.concatenate([array] * 2) for array in padded_batch]
-    monkeypatch.setattr(beam, "MAX_BEAM_STEPS", 2)
+    monkeypatch.setattr(beam, "MAX_RUN_STEPS", 2)
     monkeypatch.setattr(beam, "FIRST_RUN", 2)
     expected = beam_search(TorchEager(model), *batch, **ALL)
     found = beam_search(TorchStatic(model), *batch, **ALL)

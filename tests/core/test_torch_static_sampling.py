@@ -154,7 +154,7 @@ def test_what_draws_among_all_tokens_is_captured_after_a_run_of_any_length(
     model = copy.deepcopy(tiny_t5())
     model.lm_head.weight.data[150:] = 0  # equal tokens, more than are looked at
     monkeypatch.setattr(torch_static_loops, "TIES", 3)
-    start, uniform = np.zeros((6, 1, 1), int), np.random.default_rng(1).random((6, 1, distribution.MAX_BEAM_STEPS))
+    start, uniform = np.zeros((6, 1, 1), int), np.random.default_rng(1).random((6, 1, distribution.MAX_RUN_STEPS))
     found, expected = (
         backend.run_samples(backend.new_state(backend.encode(*padded_batch)), start, uniform,
                             sampling=SamplingParams(top_k=140, temperature=20.0))
