@@ -54,9 +54,9 @@ def accelerate(
             `export.export_model`, or a model object, of a family in `models.families`. The hub id may be an export's,
             which is downloaded once. Other models are exported once, into the user's cache (`graphs.export_cache`;
             ``t5accel cache list``).
-        precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (in torch only), ``"int8"``, ``"int4"``, a `recipes.Recipe`, or
-            a type of torch such as ``torch.float16``; by default fp32, or that of a given export, which runs in no
-            other. Quality is not measured here: `gate.quantize` accepts a model only within a given loss.
+        precision: ``"fp32"``, ``"fp16"``, ``"bf16"`` (in torch only), ``"int8"``, ``"int8-per-token"`` (texts do not
+            depend on their batch), ``"int4"``, a `recipes.Recipe`, or a torch type; by default fp32, or that of a
+            given export. Quality is not measured here: `gate.quantize` accepts a model only within a given loss.
         tuned_for: ``"latency"``, for one text, or ``"throughput"``, for several or for beams: int8 computes otherwise.
         device: ``"cpu"`` or ``"cuda"``, the first GPU that the process sees.
         runtime: ``"onnx"``, ``"torch"``, ``"tensorrt"`` (on a GPU) or ``"openvino"``, which is ONNX Runtime with an

@@ -33,7 +33,7 @@ Precision = _precisions("Precision", [*RECIPES])  # the numbers that a model run
 # bf16 runs in torch alone; fp32 and fp16 have no integers.
 ExportPrecision = _precisions("ExportPrecision", [name for name in RECIPES if name != "bf16"])
 IntegerPrecision = _precisions("IntegerPrecision", [name for name in RECIPES if name.startswith("int")])
-EncoderPrecision = _precisions("EncoderPrecision", [*(name for name in RECIPES if name != "int8-dynamic"), "auto"])
+EncoderPrecision = _precisions("EncoderPrecision", [*(name for name in RECIPES if "int8-" not in name), "auto"])
 
 
 class Runtime(StrEnum):

@@ -83,8 +83,7 @@ class Recipe:
                 raise InputError(f"{name} must be a Scheme or None, got {getattr(self, name)!r:.80}.")
         if not isinstance(self.overrides, tuple) or not all(_is_override(pair) for pair in self.overrides):
             raise InputError(f"overrides must be a tuple of (group, Scheme or None), got {self.overrides!r:.200}.")
-        groups = [group for group, _ in self.overrides]
-        if bad := [group for group in groups if not isinstance(group, str) or not _GROUP.fullmatch(group)]:
+        if bad := [group for group, _ in self.overrides if not isinstance(group, str) or not _GROUP.fullmatch(group)]:
             raise InputError(f"A group of weights must be like decoder.0.wo, lm_head or embedding, got {bad[0]!r}.")
         embedding = self.scheme(EMBEDDING, "encoder")
         if embedding and embedding.method != "weight-only":
@@ -106,8 +105,7 @@ class Recipe:
     def batch_dependent_stacks(self) -> set[str]:
         """The graphs whose numbers depend on the other rows of a batch ("dynamic")."""
         schemes = [("encoder", self.encoder), ("decoder", self.decoder), ("decoder", self.head)]
-        late = ("decoder", HEAD)
-        schemes += [("decoder" if group.startswith(late) else "encoder", scheme) for group, scheme in self.overrides]
+        schemes += [("encoder" if group.startswith("encoder") else "decoder", one) for group, one in self.overrides]
         return {graph for graph, scheme in schemes if scheme and scheme.method == "dynamic"}
 
     @property
@@ -199,6 +197,8 @@ def _scheme(content: Mapping[str, Any] | None) -> Scheme | None:
 
 
 _INT8, _DYNAMIC = Scheme(), Scheme("dynamic")
+# With weights in 7 bits no x86 processor saturates; that costs a hundredth of a point of cosine on the bundled model.
+_PER_TOKEN = Scheme("per-token", reduce_range=True)
 # With 4 bits the layers do as well with blocks of 64, which are faster; in head and embedding they cost BLEU.
 _INT4, _INT4_HEAD = Scheme(bits=4, block_size=64), Scheme(bits=4, block_size=32)
 RECIPES = {
@@ -208,17 +208,17 @@ RECIPES = {
         Recipe("fp16", dtype="float16"),
         Recipe("bf16", dtype="bfloat16"),
         Recipe("int8", encoder=_DYNAMIC, decoder=_INT8, head=_INT8, embedding=_INT8),
+        Recipe("int8-per-token", encoder=_PER_TOKEN, decoder=_INT8, head=_INT8, embedding=_INT8),
         Recipe("int8-dynamic", encoder=_DYNAMIC, decoder=_DYNAMIC, head=_DYNAMIC, embedding=_INT8),
         Recipe("int4", encoder=_DYNAMIC, decoder=_INT4, head=_INT4_HEAD, embedding=_INT4_HEAD),
     )
 }
-# Of an encoder alone, many tokens at once: integers multiply twice as fast as floats, where MatMulNBits' do not. With
-# weights in 7 bits no x86 processor saturates; that costs a hundredth of a point of cosine on the bundled model.
+# Of an encoder alone, many tokens at once: integers multiply twice as fast as floats, where MatMulNBits' do not.
 ENCODER_RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("fp32"),
-        Recipe("int8", encoder=Scheme("per-token", reduce_range=True), embedding=_INT8),
+        Recipe("int8", encoder=_PER_TOKEN, embedding=_INT8),
         Recipe("int4", encoder=_INT4, embedding=_INT4_HEAD),
     )
 }

@@ -59,6 +59,7 @@ SMALL_BLOCKS = Scheme(bits=4, block_size=16)
 # spread, and the share of positions at which another token is the likeliest. Half as much again as was measured.
 LADDER: dict[str, tuple[Recipe, float, float]] = {
     "int8": (RECIPES["int8"], 0.09, 0.2),
+    "int8-per-token": (RECIPES["int8-per-token"], 0.09, 0.2),
     "int8-dynamic": (RECIPES["int8-dynamic"], 0.1, 0.2),
     "int4": (RECIPES["int4"], 0.6, 0.65),
     "weights": (WEIGHTS_ALONE, 0.06, 0.16),

@@ -31,7 +31,6 @@ INT8, INT4, DYNAMIC = Scheme(), Scheme(bits=4, block_size=32), Scheme("dynamic")
 def test_four_bits_are_for_weights_alone(method: str) -> None:
     with pytest.raises(InputError, match="^bits"):
         Scheme(method, bits=4)
-    assert Scheme("weight-only", bits=4).bits == 4
 
 
 def test_numbers_of_numpy_are_written_down_all_the_same() -> None:
@@ -73,9 +72,11 @@ def test_the_recipes_in_plain_words() -> None:
     assert {name: recipe.dtype for name, recipe in RECIPES.items() if recipe.dtype != "float32"} == {
         "fp16": "float16", "bf16": "bfloat16"}  # fmt: skip
     assert RECIPES["fp32"] == Recipe("fp32")
-    int8, dynamic, int4 = (RECIPES[name] for name in ("int8", "int8-dynamic", "int4"))
+    int8, per_token, dynamic, int4 = (RECIPES[n] for n in ("int8", "int8-per-token", "int8-dynamic", "int4"))
     assert (int8.encoder, int8.decoder, int8.head, int8.embedding) == (DYNAMIC, INT8, INT8, INT8)
     assert (dynamic.encoder, dynamic.decoder, dynamic.head, dynamic.embedding) == (DYNAMIC, DYNAMIC, DYNAMIC, INT8)
+    assert per_token == replace(int8, name="int8-per-token", encoder=Scheme("per-token", reduce_range=True))
+    assert [int8.batch_dependent_stacks, per_token.batch_dependent_stacks] == [{"encoder"}, set()]
     assert (int4.encoder, int4.decoder) == (DYNAMIC, replace(INT4, block_size=64))
     assert int4.head == int4.embedding == INT4
 

@@ -34,13 +34,13 @@ from t5accel.serve.request import GenerationRequest
 from t5accel.serve.scheduler import Scheduler
 
 ONE_THREAD = SessionSettings(threads=1)
-PRECISIONS = ("fp32", "int8", "int4")
+PRECISIONS = ("fp32", "int8", "int8-per-token", "int4")
 SENTENCES = ("I am tired.", "Where is my bag?", "The house is small.", "We have two cats.", "She reads a book.",
              "The garden behind the school is old.", "Help me.", "My mother lives near the river.")  # fmt: skip
 # Nearer than that, in standard deviations of all logits, and rounding decides. In integers what is multiplied is
 # rounded to 8 bits, which makes a last bit a hundredth.
-TIE = {"fp32": 1e-4, "int8": 0.06, "int4": 0.06}
-SCORE = {"fp32": 1e-4, "int8": 0.05, "int4": 0.05}  # of a token's log-probability, on average
+TIE = {"fp32": 1e-4, "int8": 0.06, "int8-per-token": 0.06, "int4": 0.06}
+SCORE = {"fp32": 1e-4, "int8": 0.05, "int8-per-token": 0.05, "int4": 0.05}  # of a token's log-probability, on average
 
 
 class Poisoned(OrtStatic):
