@@ -137,9 +137,9 @@ def _unsolved(cells: list[Any], appended: list[Any]) -> str:
 def run_course(notebooks: Path, out: Path) -> tuple[list[NotebookRun], str]:
     """Execute every notebook and measure a first, quick scoreboard; returns the runs and the scoreboard as text.
 
-    Writes the executed copies, ``report.json`` (status, seconds and memory of each), ``course.json`` (seconds of those
-    that passed), ``scoreboard.json`` and ``scoreboard.html`` to ``out``. Recorded results, measured at length on a
-    quiet machine, are shown below the live ones.
+    Writes the executed copies, ``report.json`` (status, seconds and memory of each), ``course.json`` (its rows that
+    passed), ``scoreboard.json`` and ``scoreboard.html`` to ``out``. Recorded results, measured at length on a quiet
+    machine, are shown below the live ones.
     """
     import nbformat
 
@@ -151,10 +151,9 @@ def run_course(notebooks: Path, out: Path) -> tuple[list[NotebookRun], str]:
             bar.set_description(book.stem)
             runs.append(execute(book, out, on_cell=bar.update))
     command = "python -m bench course"
-    write_rows(out / "report.json", [_reported(run) for run in runs], command=command)
-    seconds = [{"measured": "course", "notebook": run.name, "seconds": round(run.seconds, 1)}
-               for run in runs if not run.failed]  # fmt: skip
-    write_rows(out / "course.json", seconds, command=command)
+    reported = [_reported(run) for run in runs]
+    write_rows(out / "report.json", reported, command=command)
+    write_rows(out / "course.json", [row for row in reported if "failed" not in row], command=command)
     # Live and short: a few rows of each evaluation set, three rounds. The recorded board is the full measurement.
     rows = bench("mini", Forced(), rounds=3, limit=10, peak_memory=False)
     write_rows(out / "scoreboard.json", rows, command=command)

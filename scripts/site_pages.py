@@ -1,4 +1,4 @@
-"""The pages of the site that are made from data: contents, which notebook for which problem, and the scoreboards.
+"""The site's pages that are made from data: contents, which notebook for which problem, scoreboards, course report.
 
 They are tables that `docs/site/sift.js` lets a reader sort, filter and plot.
 """
@@ -49,8 +49,8 @@ DAY = 390  # minutes without the breaks
 TIMES = {"1 hour": 60, "2 hours": 120, "3½ hours (half a day)": 210, "6½ hours (a day)": DAY}
 FILTERED = {"fits into", "cell", "model", "precision", "batch", "source_tokens", "beams", "gate", "task", "technique*",
             "hardware"}  # fmt: skip
-PLOTTED = {"tokens/s", "ratio", "in all", "ms/token", "ms/text", "ms", "MB", "peak MB", "BLEU", "ROUGE-L", "EM"}
-LABELS = {"technique", "rung", "system", "on", "in the browser"}
+PLOTTED = {"tokens/s", "ratio", "in all", "ms/token", "ms/text", "ms", "s", "MB", "peak MB", "BLEU", "ROUGE-L", "EM"}
+LABELS = {"technique", "rung", "system", "on", "in the browser", "notebook"}
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]], *, escape: bool = True) -> str:
@@ -148,6 +148,25 @@ def boards() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def report() -> str:
+    """What the last recorded run of the course reported of each notebook."""
+    record = load_results("course.json")
+    about, command = provenance(record, tuple(record["versions"])).split("\n")
+    lines = []
+    for row in record["rows"]:
+        stem = row["notebook"].removesuffix(".ipynb")
+        peak = f"{row['peak_memory_bytes'] / 1e6:.0f}" if "peak_memory_bytes" in row else "–"
+        link = f'<a href="notebooks/{stem}.html">{stem}</a>'
+        lines.append([link, html.escape(row.get("status", "passed")), f"{row['seconds']:.1f}", peak])
+    return (
+        f"# Course report\n\n`{command}` runs every notebook from top to bottom, with the solutions of its tasks. The "
+        "recorded run: memory is the peak of the notebook's kernel, and an en dash stands for what was not recorded. "
+        f"From [course.json](data/results/course.json), which holds notebooks that passed.\n\nPython "
+        f"{record['machine']['python']}; {about}.\n\n"
+        f"{raw(table(['notebook', 'status', 's', 'peak MB'], lines, escape=False))}\n"
+    )
+
+
 def browser() -> str:
     """What `bench/record/web.py` recorded of the page, a row for each model."""
     record = load_results("web.json")
@@ -197,6 +216,7 @@ def write(out: Path, *, web: bool) -> None:
         "contents": contents(),
         "which": which(),
         "boards": boards(),
+        "report": report(),
         "see": SEE.format(first=HERE if web else NOT_HERE, figures=browser()),
     }
     for name, text in pages.items():

@@ -73,6 +73,13 @@ def keep_first_line(app, what, name, thing, options, lines):
         lines.insert(0, "\\ ")  # nothing, to reStructuredText
 
 
+def register_anchors(app, doctree):
+    """`<a id="name"></a>`, as each term of the glossary has it: MyST knows only the anchors of headings."""
+    anchors = app.env.metadata[app.env.docname].setdefault("myst_slugs", {})
+    for node in doctree.findall(nodes.raw):
+        anchors |= {name: (0, name, "") for name in re.findall(r'<a id="([\w-]+)">', node.astext())}
+
+
 def find_lost_markup(app, doctree):
     """Examples that a missing empty line has made part of a paragraph."""
     for paragraph in doctree.findall(nodes.paragraph):
@@ -91,5 +98,6 @@ def setup(app):
     """Called by Sphinx."""
     app.connect("source-read", lead_to_api)
     app.connect("autodoc-process-docstring", keep_first_line, priority=400)
+    app.connect("doctree-read", register_anchors)
     app.connect("doctree-read", find_lost_markup)
     app.connect("build-finished", find_the_network)

@@ -79,9 +79,10 @@ def test_binder_has_the_tested_versions_of_all_that_pip_brings() -> None:
     assert left_out - {"setuptools"} == set(by_conda.split()), "make constraints"
 
 
-def test_start_hands_over(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [ROOT / "binder/start", "bash", "-c", 'echo "$OMP_NUM_THREADS $1"', "bash", "two words"]
+def test_start_hands_over_with_telemetry_off(tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"]}
+    told = 'echo "$OMP_NUM_THREADS $ORT_DISABLE_TELEMETRY $HF_HUB_DISABLE_TELEMETRY $1"'
+    command = [ROOT / "binder/start", "bash", "-c", told, "bash", "two words"]
     answer = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    threads, words = answer.stdout.strip().split(" ", 1)
-    assert int(threads) >= 1 and words == "two words"
+    threads, *others, words = answer.stdout.strip().split(" ", 3)
+    assert int(threads) >= 1 and others == ["1", "1"] and words == "two words"

@@ -19,6 +19,7 @@ badges = load_script("badges")
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 LARGEST_FILE = 300_000
 LONGEST_S = 45  # as recorded on two cores of a quiet machine
 OURS = ("t5accel", "bench", "training")
@@ -100,7 +101,7 @@ def code_lines(source: str) -> int:
 def words_in(text: str) -> int:
     """Words of prose: no code blocks, no addresses."""
     prose = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
-    return len(re.findall(r"\b[\w'’-]+\b", re.sub(r"\(https?://[^)]+\)", " ", prose)))
+    return len(re.findall(r"\b[\w'’-]+\b", re.sub(r"(?<=\])\([^)]+\)", " ", prose)))
 
 
 def section(book: nbformat.NotebookNode, title: str) -> str:
@@ -142,6 +143,14 @@ def test_it_keeps_the_budgets(path: Path) -> None:
     assert not re.search(history, everything), "the project's history or a claim's identifier"
     recorded = json.loads((ROOT / "data" / "results" / "course.json").read_text(encoding="utf-8"))["rows"]
     assert next(row["seconds"] for row in recorded if row["notebook"] == path.name) <= LONGEST_S
+
+
+def test_links_into_the_glossary_name_a_term() -> None:
+    anchors = re.findall(r'^\| <a id="([a-z0-9-]+)"></a>', GLOSSARY, re.MULTILINE)
+    assert len(anchors) == len({*anchors}) == len(re.findall(r"^\| ", GLOSSARY, re.MULTILINE)) - 1  # and the head
+    for path in NOTEBOOKS:
+        found = re.findall(r"glossary\.md#([^)]*)\)", "\n".join(cell.source for cell in read(path).cells))
+        assert {*found} <= {*anchors} and len(found) == len({*found}) <= 12, f"{path.name}: each term once, at most 12"
 
 
 @each_notebook

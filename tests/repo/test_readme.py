@@ -190,11 +190,22 @@ def test_readme_and_workshop_list_every_notebook_with_its_recorded_seconds() -> 
     recorded = {row["notebook"]: row["seconds"] for row in rows}
     in_workshop = re.findall(r"^\| (\d\d_\w+) \| [^|]+ \| (\d+) s \| \d+ min \|$", WORKSHOP, re.MULTILINE)
     assert dict(in_workshop) == {row["notebook"].removesuffix(".ipynb"): f"{row['seconds']:.0f}" for row in rows}
-    listed = re.findall(r"\| \[(\w+)\]\(notebooks/(\w+\.ipynb)\) \| [^|]+\? \| (\d+) \| (no|yes|optional) \|", README)
+    listed = re.findall(r"^\| \[(\w+)\]\(notebooks/(\w+\.ipynb)\) \| (.+) \| (\d+) \| (\w+) \|$", README, re.MULTILINE)
     assert {file for _, file, *_ in listed} == {path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
-    for name, file, seconds, _ in listed:
+    for name, file, question, seconds, gpu in listed:
         assert file == f"{name}.ipynb"
         assert int(seconds) == round(recorded[file]), f"{file}: {seconds} s in README, {recorded[file]} s recorded"
+        header = "".join(json.loads((ROOT / "notebooks" / file).read_text(encoding="utf-8"))["cells"][0]["source"])
+        assert header.startswith(f"# {name[:2]} · {question}\n"), f"{file} asks another question than README"
+        assert re.search(rf"\*\*GPU\*\* {gpu}\b", header) and gpu in ("no", "optional"), f"{file}: GPU {gpu} in README"
+
+
+def test_the_workshop_has_a_block_for_every_notebook() -> None:
+    blocks = dict(re.findall(r"^\*\*(\d\d)\.?\*\*(.*?)\n\n", WORKSHOP, re.MULTILINE | re.DOTALL))
+    assert [*blocks] == sorted(path.name[:2] for path in (ROOT / "notebooks").glob("*.ipynb"))
+    for number, block in blocks.items():
+        told = [mark for mark in re.findall(r"\*(Let happen|[A-Z]\w+)\*", block) if mark != "Slow"]
+        assert told == ["Ask", "Let happen", "Usual", "Discuss"] and "In the task:" in " ".join(block.split()), number
 
 
 def test_the_workshop_names_targets_and_commands_that_exist() -> None:

@@ -94,6 +94,21 @@ def test_every_recorded_speed_is_on_the_boards() -> None:
         assert all(shown == pytest.approx(rate, abs=0.51) for shown, rate in known)
 
 
+def test_the_report_says_how_each_notebook_of_the_recorded_run_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = load_results("course.json")
+    (table,) = Tables(pages.report()).tables
+    assert [(row[0] + ".ipynb", row[1], float(row[2])) for row in table[1:]] == [
+        (row["notebook"], "passed", row["seconds"]) for row in record["rows"]
+    ]
+    measured = record | {"rows": [record["rows"][0] | {"status": "passed", "peak_memory_bytes": 812_300_000}]}
+    monkeypatch.setattr(pages, "load_results", lambda file: measured)
+    page = pages.report()
+    assert Tables(page).tables[0][1][3] == "812" and page.count("data-plot") == 2
+    versions = [f"{name} {version}" for name, version in record["versions"].items()]
+    for told in (record["machine"]["cpu"], record["date"], record["command"], *versions):
+        assert told in page
+
+
 def test_the_figures_of_the_browser_are_those_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     common = dict(system="Student", size_bytes=6e6)
     how = {"browser": "Chromium 150", "transfer_bytes": 9e6, "version": "1.30.0"}
@@ -117,4 +132,4 @@ def test_texts_are_escaped_and_the_web_page_is_named_where_it_is_there(tmp_path:
     for web, there in ((True, 1), (False, 0)):
         pages.write(tmp_path, web=web)
         assert (tmp_path / "see.md").read_text(encoding="utf-8").count('href="web/index.html"') == there
-    assert {path.name for path in tmp_path.iterdir()} == {"contents.md", "which.md", "boards.md", "see.md"}
+    assert {path.stem for path in tmp_path.iterdir()} == {"contents", "which", "boards", "report", "see"}
