@@ -36,6 +36,9 @@ ONLY := not long
 TESTS :=
 ALL_TESTS := tests/core tests/serve tests/repo tests/bench tests/training
 
+# With which Pythons `make release-check` tests the wheel; it names those that it does not find.
+PYTHONS := python3.11 python3.12 python3.13
+
 TEXT := Where is my bag?
 
 # What comes with conda-forge's PyTorch: pip must not replace it by the build with CUDA that is on PyPI.
@@ -150,15 +153,18 @@ wheel: .venv/.stamp ## Build the source archive, and the wheel from it, into dis
 	@rm -rf dist
 	@$(VENV) -m build --no-isolation --outdir dist > /dev/null && ls dist
 
-test-wheel: wheel ## Install the wheel, and the source archive without torch, into empty environments, and translate there
+test-wheel: wheel ## Install wheel and source archive into empty environments, with torch and without, and run README's example
 	@rm -rf build/wheel build/wheel-runtime && "$(PYTHON)" -m venv build/wheel && "$(PYTHON)" -m venv build/wheel-runtime
 	@build/wheel/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt "$$(ls dist/*.whl)[cpu]"
 	@build/wheel-runtime/bin/python -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt "$$(ls dist/*.tar.gz)[runtime]"
 	@cd build/wheel && test -n "$$(bin/t5accel run 'translate English to French: I am tired.')" && \
 		bin/python -c 'import t5accel; print("1 passed: the wheel translates in", t5accel.__file__)'
+	@$(call one_line,wheel)
 	@cd build/wheel && bin/t5accel export --model mini --out export > /dev/null 2>&1 && cd ../wheel-runtime && \
 		test -n "$$(bin/t5accel run --model ../wheel/export 'translate English to French: I am tired.')" && \
 		bin/python -c 'from importlib.util import find_spec; from t5accel import accelerate; assert not find_spec("torch"); print("1 passed: without torch")'
+	@build/wheel/bin/python -m pip --disable-pip-version-check install -qq --no-deps --force-reinstall "$$(ls dist/*.tar.gz)"
+	@$(call one_line,source archive)
 	@rm -rf build/wheel build/wheel-runtime
 
 test-binder: build/binder/.stamp ## Check what Binder would build, without Docker and conda
@@ -192,11 +198,14 @@ test-ray: .venv/.stamp build/servers/ray/.stamp ## Run batch jobs and replicas o
 test-ray-long: .venv/.stamp build/servers/ray/.stamp ## Kill such a job twenty times, give it ten times the rows, let replicas grow
 	@$(VENV) -m pytest -q tests/with_ray -m long
 
-release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every merge
+release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every merge [PYTHONS="..."]
 	@.ci/run
-	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="once and not long" TESTS="$(ALL_TESTS)"
-	@for target in test-long test-binder test-colab course-v5 test-browser test-web test-tensorrt test-kernel test-triton test-ray test-ray-long; do \
+	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="long or once" TESTS="$(ALL_TESTS)"
+	@for target in sbom audit test-long test-binder test-colab course-v5 test-browser test-web test-tensorrt test-kernel test-triton test-ray test-ray-long; do \
 		scripts/timed $(MAKE) --no-print-directory $$target || exit; done
+	@for python in $(PYTHONS); do if "$$python" -c "" 2> /dev/null; then \
+		scripts/timed $(MAKE) --no-print-directory test-wheel PYTHON="$$python" || exit; \
+		else echo "$$python was not found: the wheel was not tested with it. Give its path in PYTHONS." >&2; fi; done
 
 wheelhouse: EXTRAS := cpu,course,optimum
 wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms without a network [EXTRAS=cpu,course]
@@ -301,6 +310,14 @@ install = \
 	"$(PYTHON)" -m venv $(1) && \
 	$(1)/bin/python -m pip --disable-pip-version-check install -qq -c $(2) -e ".[$(3)]" && \
 	touch $@
+
+# $(call one_line,what): README's "One line", from nothing but an empty folder, with what is installed in build/wheel
+one_line = \
+	rm -rf build/wheel/empty && mkdir build/wheel/empty && \
+	awk '/^\#\# / { here = $$0 == "\#\# One line" } here && /^```/ { code = !code; next } here && code' \
+		README.md > build/wheel/one_line.py && cd build/wheel/empty && \
+	T5ACCEL_CACHE="$$PWD/cache" ../bin/python - < ../one_line.py | grep suis > /dev/null && \
+	echo "1 passed: README's example with the $(1)"
 
 # $(call freeze,folder,constraints file,what it is). A build's local label ("+cpu") is no part of the version.
 freeze = \

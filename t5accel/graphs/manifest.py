@@ -11,11 +11,12 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from t5accel.checks import check_file, read_json_object
+from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import ExportError, InputError
 from t5accel.graphs.contract import (
     DECODER,
@@ -35,6 +36,7 @@ from t5accel.graphs.contract import (
     shortlist_spec,
     step_spec,
 )
+from t5accel.models.families import FAMILIES
 from t5accel.models.sizes import T5Dims
 from t5accel.models.spec import ModelSpec
 
@@ -51,15 +53,35 @@ WRITTEN = set(
     chat_template.jinja
     """.split()
 )
-# What an entry may hold, where a key that nobody reads would change answers.
-KNOWN = {
-    "tokens": {"pad_token_id", "eos_token_id", "decoder_start_token_id"},
-    "family": {"model_type", "positions", "source_vocab_size"},
-    "step": {"inputs", "outputs"},
-    "shortlist": {"inputs", "outputs", "rows", "bias", "largest_row", "largest_error"},
+# What a manifest may hold: an entry that nobody reads could change answers. `None` leaves open what is inside.
+_PLACE = dict.fromkeys(("offset", "shape", "dtype"))
+_TENSORS = dict.fromkeys(("name", "dtype", "shape"))
+_GRAPH = {"inputs": _TENSORS, "outputs": _TENSORS}
+_SCHEME = dict.fromkeys(("method", "bits", "block_size", "accuracy_level", "per_channel", "reduce_range"))
+KNOWN: dict[str, Any] = {
+    **dict.fromkeys(("format", "layout", "opset", "versions")),
+    "source": dict.fromkeys(("name", "sha256")),
+    "dims": dict.fromkeys(entry.name for entry in fields(T5Dims)),
+    "tokens": dict.fromkeys(("pad_token_id", "eos_token_id", "decoder_start_token_id")),
+    "recipe": {
+        **dict.fromkeys(("name", "floats", "kept", "hash", "gated", "gate", "in_fp32", "probed", "ranges")),
+        **dict.fromkeys(("encoder", "decoder", "head", "embedding", "overrides"), _SCHEME),
+    },
+    "shared": {"*": _PLACE},
+    "optimized": dict.fromkeys(("tool", "level", "onnxruntime", "machine", "contrib_operators")),
+    "shortlist": {**_GRAPH, "rows": _PLACE, "bias": _PLACE, "largest_row": None, "largest_error": None},
+    "step": _GRAPH,
+    "family": dict.fromkeys(("model_type", "positions", "source_vocab_size")),
+    "rules": dict.fromkeys(entry.name for entry in fields(TokenConstraints)),
+    "graphs": {"*": _GRAPH},
+    "files": {"*": dict.fromkeys(("sha256", "size_bytes"))},
 }
 # What JSON of another shape raises when it is read.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+class _UnknownEntry(ValueError):
+    pass
 
 
 @dataclass(frozen=True)
@@ -172,6 +194,8 @@ def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Man
         manifest = _manifest(content)
         for name, entry in manifest.files.items():
             _check_file(folder / name, entry, verify=verify, again=again)
+    except _UnknownEntry as error:
+        raise ExportError(f"{path} has the {error}: it was written by a newer t5accel. Install that one.") from error
     except MALFORMED as error:
         raise ExportError(f"{path} is damaged ({type(error).__name__}: {error}). {again}") from error
     return manifest
@@ -205,14 +229,14 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     for name in ("source", "tokens", "recipe", "rules", "family", "optimized"):
         if not isinstance(content.get(name, {}), dict):
             raise TypeError(f"{name} must be an object, got {content[name]!r:.80}")
-    for name, known in KNOWN.items():
-        if unknown := content.get(name, {}).keys() - known:
-            raise ValueError(f"{name} has the unknown entry {min(unknown)!r:.80}")
+    _require_known(content, KNOWN)
+    if content.get("family") and (kind := content["family"]["model_type"]) not in FAMILIES:
+        raise _UnknownEntry(f"unknown entry family.model_type = {kind!r:.80}")
     dims = T5Dims(**{name: tuple(size) if isinstance(size, list) else size for name, size in content["dims"].items()})
     content = {key: value for key, value in content.items() if key not in ("format", "layout")}
     content |= {"dims": dims, "graphs": {name: _graph(spec) for name, spec in content["graphs"].items()}}
     manifest = Manifest(**content)
-    ModelSpec.of_manifest(manifest)  # refuses families and rules that this release does not know
+    ModelSpec.of_manifest(manifest)  # refuses rules of another shape
     files = manifest.files
     if layout != LAYOUT or manifest.graphs != _specs(dims, manifest.recipe):
         raise ValueError("its graphs are not those of its sizes")
@@ -235,6 +259,18 @@ def _manifest(content: dict[str, Any]) -> Manifest:
                 if not 0 <= token < dims.vocab_size:
                     raise ValueError(f"{name} is {token!r:.80}, and the vocabulary has {dims.vocab_size} tokens")
     return manifest
+
+
+def _require_known(content: Any, known: Mapping[str, Any] | None, where: str = "") -> None:
+    """Raise ``_UnknownEntry`` with the path of an entry that is not in `KNOWN`; a list's elements are all alike."""
+    if isinstance(content, list):
+        for element in content:
+            _require_known(element, known, where)
+    elif isinstance(content, dict) and known is not None:
+        for name, entry in content.items():
+            if name not in known and "*" not in known:
+                raise _UnknownEntry(f"unknown entry {f'{where}{name}'!r:.80}")
+            _require_known(entry, known.get(name, known.get("*")), f"{where}{name}.")
 
 
 def _specs(dims: T5Dims, recipe: Mapping[str, Any]) -> dict[str, GraphSpec]:

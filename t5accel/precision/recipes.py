@@ -17,6 +17,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 KINDS = ("attention", "feed_forward", "wo")  # of a layer's products; `feed_forward` is what comes before `wo`
 HEAD, EMBEDDING = "lm_head", "embedding"
 _WRITTEN = {"dtype": "floats"}  # keys of fields in manifests, results and hashes, which are older than the field
+NOTES = ("kept", "hash", "gated", "gate", "in_fp32", "probed", "ranges")  # what else manifests and results hold
 _PLACE = re.compile(
     r"(encoder|decoder)\.block\.(\d+)\.layer\.\d\.(SelfAttention|EncDecAttention|DenseReluDense)\.(\w+)\."
 )
@@ -140,8 +141,9 @@ class Recipe:
 
 
 def recipe_from_json(content: Mapping[str, Any]) -> Recipe:
-    """The recipe that `Recipe.to_json` wrote; unknown entries are ignored."""
+    """The recipe that `Recipe.to_json` wrote, a manifest's notes aside; ``InputError`` for an unknown entry."""
     written = {field.name: _WRITTEN.get(field.name, field.name) for field in fields(Recipe)}
+    _require_known(content, {*written.values(), *NOTES}, "recipe")
     known = {name: content[key] for name, key in written.items() if key in content}
     for name in ("encoder", "decoder", "head", "embedding"):
         known[name] = _scheme(known.get(name))
@@ -193,7 +195,17 @@ def _is_override(pair: Any) -> bool:
 
 
 def _scheme(content: Mapping[str, Any] | None) -> Scheme | None:
-    return None if content is None else Scheme(**content)
+    if content is None:
+        return None
+    _require_known(content, {field.name for field in fields(Scheme)}, "scheme")
+    return Scheme(**content)
+
+
+def _require_known(content: Mapping[str, Any], known: set[str], what: str) -> None:
+    if unknown := content.keys() - known:
+        raise InputError(
+            f"{what} has the unknown entry {min(unknown)!r:.80}: it was written by a newer t5accel. Install that one."
+        )
 
 
 _INT8, _DYNAMIC = Scheme(), Scheme("dynamic")

@@ -147,6 +147,6 @@ def needs_unbatched_encoding(recipe: Recipe) -> bool:
     if "decoder" in recipe.batch_dependent_stacks:
         raise InputError(
             f"precision must be one whose answers do not depend on other requests, got {recipe.name!r}: its decoder "
-            "scales activations over the whole batch. Give 'int8' or 'int4'."
+            "scales activations over the whole batch. Give 'int8', 'int8-per-token' or 'int4'."
         )
     return "encoder" in recipe.batch_dependent_stacks

@@ -43,8 +43,8 @@ class Settings(BaseSettings):
     model: str = Field("mini", description="mini, mini-d1, mini-d1p, a folder, or a hub id.")
     precision: str | None = Field(
         None,
-        description="fp32, fp16, bf16, int8 or int4; on a GPU one of the first three; with task embed also auto. "
-        "Default: fp32; an export's own.",
+        description="fp32, fp16, bf16, int8, int8-per-token or int4; on a GPU one of the first three; with task embed "
+        "also auto, and no int8-per-token. Default: fp32; an export's own.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda: the first GPU, by PyTorch.")
     prefix: str = Field("", description="Text in front of every source whose request has no prefix field.")

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from test_export import MODELS
 from t5accel.errors import InputError
 from t5accel.graphs.export import t5_weights
 from t5accel.graphs.layers import decoder_graph, encoder_graph
+from t5accel.graphs.manifest import KNOWN
 from t5accel.graphs.rewriting import find_matmuls
 from t5accel.models.sizes import T5Dims
-from t5accel.precision.recipes import DTYPES, RECIPES, Recipe, Scheme, as_recipe, group_of, recipe_from_json
+from t5accel.precision.recipes import DTYPES, NOTES, RECIPES, Recipe, Scheme, as_recipe, group_of, recipe_from_json
 
 INT8, INT4, DYNAMIC = Scheme(), Scheme(bits=4, block_size=32), Scheme("dynamic")
 
@@ -126,11 +128,26 @@ def test_every_difference_is_in_the_hash() -> None:
     assert len(hashes) == len(differences) + 1
 
 
-def test_what_a_later_release_adds_is_left_aside() -> None:
+def test_notes_are_left_aside_and_what_a_later_release_adds_is_refused() -> None:
     recipe = RECIPES["int4"].without(["lm_head"])
-    content = {**recipe.to_json(), "gated": False, "in_fp32": ["x"], "of_tomorrow": {"a": 1}}
+    content = {**recipe.to_json(), "gated": False, "in_fp32": ["x"]}
     assert recipe_from_json(content) == recipe
     assert recipe_from_json({"name": "fp32"}) == RECIPES["fp32"], "as the manifests of exports in fp32 have it"
+    of_scheme = {"head": {**content["decoder"], "outliers": 8}}
+    for later, what in (({"outliers": 8}, "recipe"), (of_scheme, "scheme")):
+        with pytest.raises(InputError, match=f"^{what} has the unknown entry 'outliers': it was written by a newer"):
+            recipe_from_json(content | later)
+
+
+def test_recipes_of_recorded_results_are_read() -> None:
+    recorded = Path(__file__).resolve().parents[2] / "data/results/quantization-aware.json"
+    recipe = json.loads(recorded.read_text(encoding="utf-8"))["recipe"]
+    assert recipe_from_json(recipe).hash == recipe["hash"]
+
+
+def test_manifests_know_what_recipes_write() -> None:
+    written = RECIPES["int8"].to_json()
+    assert KNOWN["recipe"].keys() == {*written, *NOTES} and KNOWN["recipe"]["encoder"].keys() == {*written["encoder"]}
 
 
 # Groups

@@ -1,13 +1,17 @@
 """What Windows refuses and does otherwise, imitated on Linux: files in use stay, line ends and letters differ."""
 
+import asyncio
 import io
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
 from t5accel import cli_options
@@ -17,6 +21,7 @@ from t5accel.decoding.greedy_search import greedy
 from t5accel.errors import ExportError
 from t5accel.graphs.export import export_model
 from t5accel.graphs.manifest import read_manifest
+from t5accel.graphs.rewriting import check_external_data
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="it reads /proc")
 
@@ -112,3 +117,50 @@ def test_redirected_output_has_the_letters_that_a_code_page_lacks(monkeypatch: p
     cli_options.use_utf8("win32")
     print("Unde este geanta mea? Ștefan", flush=True)
     assert written.getvalue().decode("utf-8").startswith("Unde este geanta mea? Ștefan")
+
+
+@pytest.mark.parametrize(
+    "name", ["C:\\x", "C:x", "..\\x", "a\\b", "a/b", "../x", "\\\\server\\x", "//server/x", "plain"]
+)
+def test_a_graph_names_no_file_that_lies_elsewhere_on_any_system(tmp_path: Path, name: str) -> None:
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL)
+    weight.external_data.add(key="location", value=name)
+    graph = tmp_path / "graph.onnx"
+    graph.write_bytes(helper.make_model(helper.make_graph([], "g", [], [], [weight])).SerializeToString())
+    if "/" not in name:
+        (tmp_path / name).write_bytes(bytes(4))  # here every backslash is a letter
+    if name == "plain":
+        return check_external_data(graph)
+    with pytest.raises(ExportError, match="which is not a file of this export"):
+        check_external_data(graph)
+
+
+def test_ctrl_c_drains_a_server_where_nothing_can_send_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has SIGINT, and no event loop that takes signals."""
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "add_signal_handler", asyncio.AbstractEventLoop.add_signal_handler)
+    monkeypatch.setattr(pytest.importorskip("uvicorn.server"), "HANDLED_SIGNALS", (signal.SIGINT,))
+    for name in ("SIGTERM", "SIGKILL", "SIGHUP", "SIGUSR1"):
+        monkeypatch.delattr(signal, name)
+    from t5accel.serve import server
+    from t5accel.serve.settings import Settings
+
+    drained: list[float] = []
+    waited: list[bool] = []
+    scheduler = SimpleNamespace(running=1, waiting=0, drain=drained.append)
+
+    async def app(scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        asyncio.get_running_loop().call_later(0.2, signal.raise_signal, signal.SIGINT)
+        while not drained:
+            await asyncio.sleep(0.01)
+        shutdown = asyncio.ensure_future(receive())
+        await asyncio.sleep(0.5)
+        waited.append(not shutdown.done())
+        scheduler.running = 0  # the last request has its answer
+        await shutdown
+        await send({"type": "lifespan.shutdown.complete"})
+
+    settings = Settings(port=0, shutdown_grace_s=20)
+    server.run_server(app, scheduler, settings, server.bound(settings))
+    assert drained == [20] and waited == [True]

@@ -125,6 +125,7 @@ def test_dependencies_are_listed_once() -> None:
         '-c $(2) -e ".[$(3)]"',
         '-c requirements/constraints.txt "$$(ls dist/*.whl)[cpu]"',
         '-c requirements/constraints.txt "$$(ls dist/*.tar.gz)[runtime]"',
+        '--no-deps --force-reinstall "$$(ls dist/*.tar.gz)"',  # over the wheel, whose dependencies stay
         "-c requirements/constraints.txt --target $(@D) $(call extra,browser)",
         "-c requirements/constraints-v5.txt $(ON_COLAB)",
         "$(call extra,binder)",
@@ -220,15 +221,35 @@ def test_ci_runs_what_we_promise() -> None:
     on_one_line = 'make test-v5 ONLY="not long and not once"'
     others = ["make test-bench", on_one_line, "make test-wheel", "make course", "make site"]
     assert commands == ["make lint", "make test", *others]
-    assert 'test-v5 ONLY="once and not long"' in MAKEFILE  # a release has them on both
+    assert 'test-v5 ONLY="long or once" TESTS="$(ALL_TESTS)"' in MAKEFILE  # a release has them on both
     assert not [name for name in ONCE if not (ROOT / f"tests/core/test_{name}.py").is_file()]
     (rest,) = re.findall(r"for target in (.*); do", MAKEFILE)
     targets = {
         name for name in re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE) if name.startswith(("test", "course"))
     }
-    assert targets == {*rest.split()} | {command.split()[1] for command in commands} - {"lint", "site"}, (
-        "nobody runs some target"
-    )
+    run = {*rest.split()} | {command.split()[1] for command in commands}
+    assert run - targets == {"lint", "site", "sbom", "audit"} and targets <= run, "nobody runs some target"
+
+
+def test_a_release_tests_the_wheel_on_each_python_and_names_those_that_are_missing(tmp_path: Path) -> None:
+    loop = re.search(r"^\t@(for python in .*?; done)$", MAKEFILE, re.MULTILINE | re.DOTALL)[1]
+    found = {version.split()[-1] for version in PYPROJECT["project"]["classifiers"] if "Python :: 3." in version}
+    (pythons,) = re.findall(r"^PYTHONS := (.*)$", MAKEFILE, re.MULTILINE)
+    assert {f"python{version}" for version in found} == {*pythons.split()}
+    (tmp_path / "Makefile").write_text(f"MAKE := echo\nall:\n\t@{loop}\n")
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    given = ["make", "-s", f"PYTHONS={sys.executable} python0", "all"]
+    answer = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"test-wheel PYTHON={sys.executable}\n" in answer.stdout
+    assert answer.stderr.startswith("python0 was not found")
+
+
+def test_the_wheel_runs_readmes_example(tmp_path: Path) -> None:
+    shown = subprocess.run(["make", "-n", "test-wheel"], cwd=ROOT, capture_output=True, text=True).stdout
+    extraction, *others = re.findall(r"&& (awk .*?README\.md) >", shown)
+    code = subprocess.run(["bash", "-c", extraction], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"## One line\n\n```python\n{code}```\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(others) == 1, "once with the wheel, once with the source archive"
 
 
 @pytest.mark.parametrize("script", [".ci/run", "scripts/chromium", "binder/postBuild", "binder/start"])
