@@ -98,14 +98,21 @@ def table(rows: Rows | Comparison) -> str:
     return "\n".join(format_table(lines, left=(0, 1) if columns is LADDER else (0,), rule=True))
 
 
+def speed(row: Mapping[str, Any], unit: str = "ms", per: float = 1) -> dict[str, Any]:
+    """The columns of a comparison from a recorded row; ``per`` divides its times, as by the number of tokens.
+
+    >>> speed({"latency_s": [0.4, 0.5, 0.6], "ratio": 2.0, "ratio_samples": [1.9, 2.0, 2.4]}, "ms a token", per=10)
+    {'ms a token': 50.0, 'ratio': '2.00x', '(min–max)': '(1.90–2.40)', 'n': 3}
+    """
+    ms, samples = median(row["latency_s"]) * 1e3 / per, row["ratio_samples"]
+    spread = "" if {*samples} == {1} else f"({_range(samples)})"  # a reference has none
+    return {unit: ms, "ratio": f"{row['ratio']:.2f}x", "(min–max)": spread, "n": len(samples)}
+
+
 def _speed(found: Comparison, name: str) -> dict[str, Any]:
-    ratio = found.ratios.get(name)
-    row = {"": name, "ms": found.latencies[name].median_s * 1e3, "ratio": f"{found.ratio(name):.2f}x"}
-    return {
-        **row,
-        "(min–max)": f"({ratio.min:.2f}–{ratio.max:.2f})" if ratio else "",
-        "n": len(found.latencies[name].samples_s),
-    }
+    times = found.latencies[name].samples_s
+    samples = found.ratios[name].samples if name in found.ratios else [1] * len(times)
+    return {"": name, **speed({"latency_s": times, "ratio": found.ratio(name), "ratio_samples": samples})}
 
 
 def _cell(value: object) -> str:
@@ -304,7 +311,7 @@ def plot_ladders(ladders: Mapping[str, Rows], path: str | os.PathLike[str] | Non
     panels[-1].set_xlabel("times as fast as the naive loop (logarithmic: equal factors, equal lengths)")
     if len(drawn) > 1:
         handles = [(drawn[colour], kind) for colour, kind in kinds.items() if colour in drawn]
-        figure.legend(*zip(*handles, strict=True), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+        figure.legend(*zip(*handles, strict=True), loc="outside lower center", ncols=4, frameon=False)
     return _saved(figure, path)
 
 
@@ -327,12 +334,12 @@ def _ladder(axes: Axes, rows: Rows) -> dict[str, Any]:
         low, high = min(row["ratio_samples"]), max(row["ratio_samples"])
         axes.plot([low, high], [place, place], color="#333333", linewidth=1.2)  # the range over the rounds
         axes.annotate(text, (max(high, below), place), xytext=(5, 0), textcoords="offset points", va="center",
-                      fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
     axes.set_xscale("log")
     axes.axvline(100, color="#8795a1", linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xticks([1, 10, 100], ["1", "10", "100"])
     axes.minorticks_off()
-    axes.set_yticks(range(len(rows)), [row["adds"] for row in rows], fontsize=9)
+    axes.set_yticks(range(len(rows)), [row["adds"] for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.spines[["top", "right"]].set_visible(False)
     return drawn
@@ -376,19 +383,16 @@ def plot_shades(
     """A table of texts on shades of blue, from white for 0 or NaN to dark for the largest."""
     figure = blank_figure(1.25 * len(across) + 0.6, 0.5 * len(down) + 1.1)
     axes = figure.subplots()
-    for y, row in enumerate(texts):
-        for x, text in enumerate(row):
-            axes.text(x, y, text, ha="center", va="center", fontsize=9)
-    _shade(axes, [[0 if shade != shade else shade for shade in row] for row in shades], down, across,
-           cmap="Blues", vmin=0)  # fmt: skip
+    _shade(axes, shades, texts, down, across, cmap="Blues", vmin=0)
     axes.set_title(title, fontsize=10)
     return figure
 
 
-def _shade(
-    axes: Axes, shades: Sequence[Sequence[float]], down: Sequence[Any], across: Sequence[Any], **how: Any
-) -> None:
+def _shade(axes: Axes, shades: Any, texts: Sequence[Sequence[str]], down: Any, across: Any, **how: Any) -> None:
     axes.imshow(shades, aspect="auto", alpha=0.75, **how)
+    for y, row in enumerate(texts):
+        for x, text in enumerate(row):
+            axes.text(x, y, text, ha="center", va="center")
     axes.set_xticks(range(len(across)), across)
     axes.set_yticks(range(len(down)), down)
 
@@ -399,16 +403,11 @@ def _heat_map(axes: Axes, standings: Sequence[PeerResult]) -> None:
         (one.model, one.cell.batch) if by_model else (one.cell.batch, one.cell.source_tokens): one for one in standings
     }
     down, across = list(dict.fromkeys(row for row, _ in found)), sorted({column for _, column in found})
-    logs = [[nan] * len(across) for _ in down]
-    for y, row in enumerate(down):
-        for x, column in enumerate(across):
-            if one := found.get((row, column)):
-                logs[y][x] = log(one.ratio) / log(WIDEST)
-            text = f"{one}\n{fill(one.peer, 16)}" if one else "not measured"
-            axes.text(x, y, text, ha="center", va="center", fontsize=9, color="black" if one else "0.4")
-    _shade(axes, logs, down, across, cmap="RdBu", vmin=-1, vmax=1)
-    axes.set_xlabel("batch" if by_model else "source tokens")
-    axes.set_ylabel("" if by_model else "batch")
+    cells = [[found.get((row, column)) for column in across] for row in down]
+    logs = [[log(one.ratio) / log(WIDEST) if one else nan for one in row] for row in cells]
+    texts = [[f"{one}\n{fill(one.peer, 16)}" if one else "not measured" for one in row] for row in cells]
+    _shade(axes, logs, texts, down, across, cmap="RdBu", vmin=-1, vmax=1)
+    axes.set(xlabel="batch" if by_model else "source tokens", ylabel="" if by_model else "batch")
 
 
 def plot_losses(rows: Rows, path: str | os.PathLike[str] | None = None) -> Figure:

@@ -287,14 +287,15 @@ def load_results(file: str) -> dict[str, Any]:
 
 
 def provenance(record: Mapping[str, Any], libraries: Sequence[str] = LIBRARIES) -> str:
-    """Origin of a file of results in two lines: machine, versions, date and commit; and the command."""
+    """Origin of a file of results in two lines: machine, versions, date and short commit; and the command."""
     if not record["rows"]:
         return "Nothing is recorded yet."
     facts, versions = record["machine"], record["versions"]
     gpu = facts.get("gpu")
     on = gpu["name"] if gpu else f"{facts['cpu']}, {facts['usable_threads']} threads"
     with_what = ", ".join(f"{name} {versions[name]}" for name in libraries if name in versions)
-    return f"{on}; {with_what}; {record['date']}, commit {record['commit']}\n{record['command']}"
+    short = "-".join(part[:7] for part in str(record["commit"]).split("-"))  # or 7 digits and "dirty"
+    return f"{on}; {with_what}; {record['date']}, commit {short}\n{record['command']}"
 
 
 def format_table(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,), rule: bool = False) -> list[str]:

@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +19,21 @@ from bench import figures as draw
 from bench.drawings import attention_work
 from bench.figures import board, caption, page, plot_board, plot_ladders, plot_standings, table
 from bench.peers import GRID, PeerResult
+from bench.results import load_results
 from t5accel.errors import InputError, MissingPackageError, install
 from t5accel.timing import Comparison, Latency, Ratio, Work
 
 
 def is_drawing(made: object) -> bool:
-    return inspect.isfunction(made) and made.__module__ == drawings.__name__ and not made.__name__.startswith("_")
+    """A drawing, or a plot of rows: all of them end up in notebooks, pages or guides."""
+    if not inspect.isfunction(made) or made.__name__.startswith("_"):
+        return False
+    return made.__module__ == drawings.__name__ or made.__name__.startswith("plot_")
+
+
+def smallest_type(figure: Any) -> float:
+    texts = figure.findobj(lambda part: hasattr(part, "get_fontsize") and part.get_text() and part.get_visible())
+    return min(text.get_fontsize() for text in texts)
 
 
 REFERENCE = dict(
@@ -70,6 +80,7 @@ def test_a_comparison_is_a_table_of_median_ratio_range_and_number_of_pairs() -> 
     lines = [line.split() for line in table(found).splitlines()]
     assert lines[0] == ["ms", "ratio", "(min–max)", "n"]
     assert lines[2:] == [["slow", "12.0", "1.00x", "3"], ["fast", "4.00", "2.50x", "(2.40–3.50)", "3"]]
+    assert draw.speed(REFERENCE) == {"ms": 250.0, "ratio": "1.00x", "(min–max)": "", "n": 4}
 
 
 def test_a_plot_draws_lines_of_pairs_and_bars_of_numbers_large_enough_to_read() -> None:
@@ -83,8 +94,7 @@ def test_a_plot_draws_lines_of_pairs_and_bars_of_numbers_large_enough_to_read() 
     assert [patch.get_width() for patch in axes.patches] == [2.0, 3.0]
     assert [text.get_text() for text in axes.texts] == ["2.00x (1.80–2.40)", "3.00"]
     for figure in (lines, bars):
-        texts = figure.findobj(lambda part: hasattr(part, "get_fontsize") and part.get_text())
-        assert texts and min(text.get_fontsize() for text in texts) >= 10
+        assert smallest_type(figure) >= 10
         assert Image.open(io.BytesIO(figure._repr_png_())).info["dpi"][0] == pytest.approx(draw.DPI, abs=1)
 
 
@@ -109,14 +119,21 @@ DRAWINGS = {  # arguments that show every kind of mark
     "launch_timeline": (),
     "gantt": ({"static": [(0, 1, 4, 8), (1, 1, 8, 8)]},),
     "profile_box": ({"batch": (1, 1, 8), "source": (1, 16, 64)}, {"batch": 4}),
+    "plot_board": (ROWS,),
+    "plot_ladders": ({"one": TOY},),
+    "plot_standings": ({"one": [PeerResult(GRID[0], "OpenVINO", 0.8)]},),
+    "plot_peers": ({"families": load_results("peers-families.json")["rows"]},),
+    "plot_shades": ([[0.1, np.nan]], [["0.10\n7% right", "–"]], ["BART"], ["norm", "biases"], "a title"),
+    "plot_losses": ([{"step": step, "stage": step, **dict.fromkeys(draw.TASKS, 1.0)} for step in (1, 2)],),
 }
 
 
-@pytest.mark.parametrize("name", [name for name, made in vars(drawings).items() if is_drawing(made)])
+@pytest.mark.parametrize(
+    "name", [name for part in (drawings, draw) for name in vars(part) if is_drawing(vars(part)[name])]
+)
 def test_a_drawing_is_a_figure_whose_words_can_be_read(name: str) -> None:
-    figure = getattr(drawings, name)(*DRAWINGS[name])
-    texts = figure.findobj(lambda part: hasattr(part, "get_fontsize") and part.get_text() and part.get_visible())
-    assert figure.axes and texts and min(text.get_fontsize() for text in texts) >= 10
+    figure = getattr(drawings if hasattr(drawings, name) else draw, name)(*DRAWINGS[name])
+    assert figure.axes and smallest_type(figure) >= 10
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 

@@ -31,6 +31,8 @@ def test_a_file_says_where_it_is_from_and_names_a_gpu_in_place_of_the_processor(
     record = {"machine": machine_facts, "versions": {"torch": "1"}, "date": "today", "commit": None, "command": "c"}
     said = provenance({**record, "rows": [{}]})
     assert said.startswith("NVIDIA H200; torch 1;") and "a CPU" not in said
+    for whole, short in ((40 * "b", 7 * "b"), (40 * "b" + "-dirty", "bbbbbbb-dirty"), ("bbbbbbb", 7 * "b")):
+        assert provenance({**record, "rows": [{}], "commit": whole}).endswith(f"commit {short}\nc")
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
