@@ -59,6 +59,7 @@ def test_it_is_small_and_was_run_once_from_top_to_bottom_without_an_error(path: 
     for number, cell in enumerate(code_cells(path), 1):
         assert cell.execution_count == number, "restart the kernel and run all cells (empty cells have to go)"
         assert not [out for out in cell.outputs if out.output_type == "error"], f"code cell {number} failed"
+        assert "stderr" not in {out.get("name") for out in cell.outputs}, f"code cell {number} warns: mend the cause"
         installs = re.search(r"^\s*[!%].*\bpip3?\s+install\b", cell.source, re.MULTILINE)
         assert number == 1 or not installs, f"code cell {number}: only the first one installs"
 
