@@ -53,7 +53,8 @@ WRITTEN = set(
     chat_template.jinja
     """.split()
 )
-# What a manifest may hold: an entry that nobody reads could change answers. `None` leaves open what is inside.
+# What a manifest may hold: an entry that is not read could change answers. `None` leaves open what is inside.
+# The keys of a recipe are written here because inference does not load `precision.recipes`.
 _PLACE = dict.fromkeys(("offset", "shape", "dtype"))
 _TENSORS = dict.fromkeys(("name", "dtype", "shape"))
 _GRAPH = {"inputs": _TENSORS, "outputs": _TENSORS}

@@ -173,7 +173,7 @@ print("ended")
 
 
 def test_ctrl_c_drains_a_server_where_nothing_can_send_sigterm() -> None:
-    """Windows has SIGINT, and no event loop that takes signals. In a process of its own, which the signal may end."""
+    """Windows has SIGINT, but no event loop that takes signals. The signal may end the process: it has its own."""
     pytest.importorskip("uvicorn")
     run = subprocess.run([sys.executable, "-c", CTRL_C], capture_output=True, text=True, timeout=120)
     assert run.stdout.splitlines() == ["[20.0] waits", "ended"], run.stderr[-2000:]
