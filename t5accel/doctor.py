@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import psutil
 
 from t5accel import machine
-from t5accel.errors import T5AccelError, install
+from t5accel.errors import InputError, T5AccelError, install
 from t5accel.graphs.export_cache import ENVIRONMENT, cache_folder
 from t5accel.models.load import BUNDLED, data_folder
 
@@ -130,11 +130,14 @@ def _processor() -> Check:
 
 
 def _cache() -> Check:
-    folder = cache_folder()
+    needed_for, remedy = "exports, which are made once", f"set {ENVIRONMENT} to a folder that can be written"
+    try:
+        folder = cache_folder()
+    except InputError:
+        return Check("cache", False, "no home directory", needed_for, remedy)
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    remedy = f"set {ENVIRONMENT} to a folder that can be written"
     writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    return Check("cache", writable, str(folder), "exports, which are made once", remedy)
+    return Check("cache", writable, str(folder), needed_for, remedy)
 
 
 def _node() -> Check:

@@ -83,12 +83,19 @@ class CachedExport:
 
 
 def cache_folder() -> Path:
-    """``exports`` in ``$T5ACCEL_CACHE`` or in the system's cache folder (``~/.cache/t5accel`` …)."""
-    if chosen := os.environ.get(ENVIRONMENT):
-        return Path(chosen).expanduser().absolute() / "exports"
-    from platformdirs import user_cache_path
+    """``exports`` in ``$T5ACCEL_CACHE`` or in the system's cache folder (``~/.cache/t5accel`` …).
 
-    return user_cache_path("t5accel", appauthor=False) / "exports"
+    Raises ``InputError`` where the user has no home directory and the variable is not set.
+    """
+    folder = os.environ.get(ENVIRONMENT)
+    try:
+        if not folder:
+            from platformdirs import user_cache_path
+
+            folder = user_cache_path("t5accel", appauthor=False)
+        return Path(folder).expanduser().absolute() / "exports"
+    except RuntimeError as error:  # a container's user: no HOME, no line in /etc/passwd
+        raise InputError(f"{ENVIRONMENT} must be set to a folder: this user has no home directory.") from error
 
 
 def cached_export(model: PreTrainedModel | str | os.PathLike[str], **options: Any) -> Path:
@@ -298,14 +305,16 @@ class FileHashes:
     """A persistent cache of files' sha256, valid while size, times and inode stay the same."""
 
     def __init__(self) -> None:
-        self.file, self.new = cache_folder() / HASHES, {}
+        self.file, self.new = None, {}
+        with suppress(InputError):  # no folder: nothing is remembered
+            self.file = cache_folder() / HASHES
 
     def __enter__(self) -> FileHashes:
         self.known = self._read()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.new:
+        if self.new and self.file:
             there = {path: entry for path, entry in self._read().items() if os.path.isfile(path)}
             partial_file = self.file.with_name(f"{HASHES}.{os.getpid()}")
             with suppress(OSError):  # a cache that cannot be written costs time only
@@ -350,6 +359,8 @@ class FileHashes:
             return None
 
     def _read(self) -> dict[str, list[Any]]:
+        if self.file is None:
+            return {}
         try:
             content = json.loads(self.file.read_text(encoding="utf-8"))
             return {path: entry for path, entry in content.items() if isinstance(entry, list) and len(entry) == 2}

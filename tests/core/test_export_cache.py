@@ -16,11 +16,11 @@ from tokenizers.normalizers import Lowercase
 
 import t5accel.graphs.export_cache as module
 import t5accel.models.load as checkpoints
-from t5accel import AcceleratedEncoder
+from t5accel import AcceleratedEncoder, doctor
 from t5accel.api import accelerate, open_backend
 from t5accel.backends.ort_static import OrtStatic
 from t5accel.decoding.greedy_search import greedy
-from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error, UnknownModelError
+from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error, UnknownModelError
 from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import (
     cache_folder,
@@ -54,6 +54,24 @@ def test_without_the_variable_it_lies_where_the_system_keeps_caches(monkeypatch)
     assert cache_folder() == platformdirs.user_cache_path("t5accel", appauthor=False) / "exports"
     monkeypatch.setenv("T5ACCEL_CACHE", "~/elsewhere")
     assert cache_folder() == Path.home() / "elsewhere" / "exports"
+
+
+def test_a_user_without_a_home_opens_exports_and_keeps_none(tiny_t5, tmp_path: Path, monkeypatch) -> None:
+    pwd = pytest.importorskip("pwd")
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    export_model(tiny_t5(), tmp_path / "export")
+    for name in ("T5ACCEL_CACHE", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert verified_manifest(tmp_path / "export") == read_manifest(tmp_path / "export")
+    assert doctor._cache().ok is False and "T5ACCEL_CACHE" in doctor._cache().remedy
+    for chosen in ("", "~/elsewhere"):
+        monkeypatch.setenv("T5ACCEL_CACHE", chosen)
+        with pytest.raises(InputError, match="T5ACCEL_CACHE must be set to a folder: this user has no home"):
+            cached_export(tiny_t5())
 
 
 def test_equal_weights_are_exported_once_and_others_apart(tiny_t5, cache: Path) -> None:

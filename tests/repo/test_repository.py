@@ -239,9 +239,12 @@ def test_a_release_tests_the_wheel_on_each_python_and_names_those_that_are_missi
     assert {f"python{version}" for version in found} == {*pythons.split()}
     (tmp_path / "Makefile").write_text(f"MAKE := echo\nall:\n\t@{loop}\n")
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    given = ["make", "-s", f"PYTHONS={sys.executable} python0", "all"]
-    answer = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert f"test-wheel PYTHON={sys.executable}\n" in answer.stdout
+    python = tmp_path / "python"  # make divides PYTHONS at spaces, which the path of this environment may have
+    python.symlink_to(sys.executable)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    given = ["make", "-s", f"PYTHONS={python} python0", "all"]
+    answer = subprocess.run(given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert f"test-wheel PYTHON={python}\n" in answer.stdout
     assert answer.stderr.startswith("python0 was not found")
 
 
