@@ -190,8 +190,12 @@ def sample(
 def generators(seed: int, batch: int, rows_per_source: int = 1) -> list[np.random.Generator]:
     """Make a random generator for each row of each source."""
     seed = as_count(seed, "seed", at_least=0)
-    places = [(source, row) for source in range(batch) for row in range(rows_per_source)]
-    return [np.random.default_rng(np.random.SeedSequence(seed, spawn_key=place)) for place in places]
+    return [generator(seed, source, row) for source in range(batch) for row in range(rows_per_source)]
+
+
+def generator(seed: int, source: int, row: int) -> np.random.Generator:
+    """Make the random generator of one row of one source."""
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(source, row)))
 
 
 def run_steps(

@@ -147,7 +147,7 @@ def _token_id(tokenizer: Any, token: Any, known: list[str]) -> int:
 
 def _nearest(given: Any, known: Any) -> str:
     """A sentence with the closest known names."""
-    text, names = str(given), sorted(known)
+    text, names = str(given)[:80], sorted(known)  # of a long text the search would take seconds
     near = get_close_matches(text, names, n=_SHOWN)
     near += [name for name in names if text[:2] and name.lower().startswith(text[:2].lower()) and name not in near]
     return f" Give one of {', '.join((near or names)[:_SHOWN])}{', …' * (not near)}." if names else ""

@@ -33,11 +33,12 @@ VERSION = getattr(sys.modules["t5accel"], "__version__", "unknown")  # not impor
 DONE = "data: [DONE]\n\n"
 CLOSED = "default-src 'none'; style-src 'unsafe-inline'"  # a page that fetches nothing
 ABOUT = "Send JSON as Content-Type: application/json and, where the server has a key, Authorization: Bearer KEY."
+LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # some clients divide events at these, too
 BYTES = 64  # of a body, that are parsed in the time of one character tokenised
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(content, ensure_ascii=False).translate(LINE_ENDS)}\n\n"
 
 
 def _timings(handle: RequestHandle) -> dict[str, float | None]:
@@ -71,7 +72,7 @@ async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool
             async for piece in pieces:
                 yield events(*piece)
         except BaseException as error:
-            yield "event: error\ndata: " + _refusal(error).body.decode() + "\n\n"
+            yield "event: error\ndata: " + _refusal(error).body.decode().translate(LINE_ENDS) + "\n\n"
         finally:
             await pieces.aclose()
 

@@ -115,18 +115,19 @@ class EmbeddingService(TextService):
         """The embeddings (d_model,) of the texts, and the number of their tokens."""
         texts = self.texts_with(self.settings.prefix, asked.input, "input", self._most)
         self._require_place(len(texts))
-        size = max(map(len, texts)) * len(texts)
-        sources = [await self.in_worker(self._tokens, text, size=size) for text in texts]
-        self._require_place(len(texts))
-        if self.settings.log_texts:
-            log.info("texts: %s", json.dumps(texts, ensure_ascii=False))
-        futures = {self.loop.create_future(): tokens for tokens in sources}
-        self._queue |= futures
-        if self._work is None or self._work.done():
-            self._work = self.loop.create_task(self._serve())
+        futures: dict[asyncio.Future[np.ndarray], np.ndarray] = {}
         started = time.monotonic()
 
         async def all_done() -> list[np.ndarray]:
+            size = max(map(len, texts)) * len(texts)
+            sources = [await self.in_worker(self._tokens, text, size=size) for text in texts]
+            self._require_place(len(texts))
+            if self.settings.log_texts:
+                log.info("texts: %s", json.dumps(texts, ensure_ascii=False))
+            futures.update((self.loop.create_future(), tokens) for tokens in sources)
+            self._queue |= futures
+            if self._work is None or self._work.done():
+                self._work = self.loop.create_task(self._serve())
             return await asyncio.gather(*futures)
 
         deadline_s = self.settings.deadline_s if asked.deadline_s is None else asked.deadline_s
@@ -141,7 +142,7 @@ class EmbeddingService(TextService):
                 self._queue.pop(future, None)
         self.metrics.observe("total_s", time.monotonic() - started)
         self.metrics.observe("finished", 1)
-        return vectors, sum(map(len, sources))
+        return vectors, sum(map(len, futures.values()))
 
     def _require_place(self, texts: int) -> None:
         if not self.is_open:

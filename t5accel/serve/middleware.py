@@ -73,7 +73,7 @@ class RequestLimits:
     def __init__(self, app: Any, settings: Settings, metrics: Metrics):
         self.app, self.settings, self.metrics = app, settings, metrics
         self._key = settings.api_key.get_secret_value().encode() if settings.api_key else b""
-        further = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
+        further = {name.strip().lower().rstrip(".") for name in settings.allowed_hosts.split(",")} - {""}
         checks_host = "*" not in further and (further or is_loopback(settings.host))
         self._hosts = {settings.host.lower(), "localhost", "127.0.0.1", "::1", *further} if checks_host else None
 
@@ -129,6 +129,8 @@ class RequestLimits:
         kind = head.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if scope["method"] == "POST" and kind != b"application/json":  # which no page sends elsewhere without asking
             raise HTTPError(415, "Give Content-Type: application/json, and JSON as the body.")
+        if head.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise HTTPError(415, "Leave Content-Encoding out, and send the body as it is.")
 
     async def _body(self, head: dict[bytes, bytes], receive: Any) -> bytes:
         most = self.settings.body_kb * 1024

@@ -34,6 +34,7 @@ class GenerationRequest:
     early_stopping: bool | str | None = None
     sampling: SamplingParams | None = None
     seed: int = 0  # the same request draws the same tokens, whatever else runs
+    index: int = 0  # of the source among those that share the seed: each draws its own tokens, as in `sample`
     num_return_sequences: int = 1  # the best of the beams, or the number of samples
     priority: int = 0
     deadline_s: float | None = None  # from submission to the complete result
@@ -43,7 +44,7 @@ class GenerationRequest:
     decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("num_beams", 1), ("num_return_sequences", 1), ("seed", 0)):
+        for name, least in (("num_beams", 1), ("num_return_sequences", 1), ("seed", 0), ("index", 0)):
             as_count(getattr(self, name), name, at_least=least)
         as_count(self.priority, "priority", at_least=-MOST_PRIORITY)
         if self.priority > MOST_PRIORITY:

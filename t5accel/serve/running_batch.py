@@ -13,7 +13,7 @@ import numpy as np
 from t5accel.decoding.backend import Backend, Source, SuppressedTokens
 from t5accel.decoding.beam import BeamState, BeamTopK
 from t5accel.decoding.greedy_search import argmax_tokens
-from t5accel.decoding.sampling import SamplingParams, generators, probabilities, sample_token
+from t5accel.decoding.sampling import SamplingParams, generator, probabilities, sample_token
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, truncate_at_eos
 from t5accel.serve.request import GenerationRequest, GenerationResult
 
@@ -86,7 +86,7 @@ class SampledSequence(GreedySequence):
     def __init__(self, backend: Backend, request: GenerationRequest, number: int):
         super().__init__(backend, request)
         self._sampling: SamplingParams = request.sampling
-        self._generator = generators(request.seed, 1, number + 1)[number]
+        self._generator = generator(request.seed, request.index, number)
 
     def advanced(self, logits: np.ndarray) -> tuple[int, np.ndarray]:
         """Return from (1, V) logits, which are overwritten, the next token, and which row it continues."""

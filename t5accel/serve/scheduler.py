@@ -141,8 +141,8 @@ class Scheduler:
         """Queue one request; see `submit_all`."""
         return self.submit_all([request])[0]
 
-    def submit_all(self, requests: Sequence[GenerationRequest]) -> list[RequestHandle]:
-        """Queue all requests or none.
+    def submit_all(self, requests: Sequence[GenerationRequest], arrived_s: float | None = None) -> list[RequestHandle]:
+        """Queue all requests or none; their times and deadlines begin at ``arrived_s`` of the clock, by default now.
 
         ``InputError``: a request does not fit the model or the limits, or all together exceed the queue.
         ``QueueFullError`` says when to retry. ``ShuttingDownError``: no more requests are accepted.
@@ -152,7 +152,7 @@ class Scheduler:
             self._require_place(len(requests), sum(request.most_tokens for request in requests))
             handles = []
             for request, of_request in zip(requests, sequences, strict=True):
-                now = self._clock()
+                now = self._clock() if arrived_s is None else arrived_s
                 self._submitted += 1
                 deadline = None if request.deadline_s is None else now + request.deadline_s
                 handles.append(RequestHandle(request, self._submitted, now, deadline, of_request))
@@ -385,6 +385,8 @@ class Scheduler:
             if error is not None:
                 self.failures += 1
                 self._fail(handle, engine_error(error))
+            elif (late := handle.cancellation_error(now)) is not None:
+                self._fail(handle, late)
             elif all(part.is_done for part in parts):
                 answers = [answer for part in parts for answer in part.answers()]
                 del self._running[handle]

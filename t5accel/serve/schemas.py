@@ -125,6 +125,9 @@ class Generate(_Common):
                     f"The model's generation_config sets num_beams={beams}, and beams can neither stream nor stop at "
                     "texts: give num_beams 1 for greedy search."
                 )
+        useless = [name for name in ("length_penalty", "early_stopping") if getattr(self, name) is not None]
+        if useless and beams == 1:
+            raise InputError(f"{', '.join(useless)} given without beams, and would do nothing.")
         sampling = self.model_dump(include={*_SAMPLING}, exclude_none=True)
         return GenerationRequest(
             ids,

@@ -268,6 +268,19 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
             raise InputError(f"precision must be bf16, fp16 or fp32 on cuda, got {recipe.name}. Give --precision bf16.")
         if settings.engine != "local":
             raise InputError(f"engine must be local on cuda, got {settings.engine!r}. Leave --engine out.")
+    for name in ("prefix", "model", "served_model_name"):
+        try:
+            (getattr(settings, name) or "").encode()
+        except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
+            raise InputError(f"{name} must be UTF-8, got {getattr(settings, name)!r:.80}. Convert it.") from error
+    for host in map(str.strip, settings.allowed_hosts.split(",")):
+        if not re.fullmatch(r"[^:/*\s]*|\*|[\da-fA-F.]*:[\da-fA-F.]*:[\da-fA-F:.]*", host):  # the last: IPv6
+            raise InputError(f"allowed_hosts must be names without a port or pattern, or *, got {host!r:.80}.")
+    if settings.max_beams > settings.max_batch_rows and "max_beams" in settings.model_fields_set:
+        raise InputError(
+            f"max_beams must be at most max_batch_rows, {settings.max_batch_rows}, got {settings.max_beams}: each beam "
+            "is a row. Raise --max-batch-rows."
+        )
     cores = cpu_threads()
     if settings.threads is not None and settings.threads > THREADS_PER_CORE * cores:
         raise InputError(

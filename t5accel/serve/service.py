@@ -42,19 +42,22 @@ class TextService:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._worker = ThreadPoolExecutor(1, "t5accel-tokenizer")  # one: not every tokenizer bears two threads
 
-    def texts_with(self, prefix: str, given: str | list[str], name: str, most: float) -> list[str]:
-        """The texts of the field ``name``, each with the prefix.
+    def texts_with(
+        self, prefix: str, given: str | list[str], name: str, tokens: int, *, cut: bool = False
+    ) -> list[str]:
+        """The texts of the field ``name``, each with the prefix, up to the characters that so many tokens may have.
 
-        ``HTTPError``: none, too many, or one of more characters than ``most`` tokens may have.
+        ``HTTPError``: none, too many, or one that is longer, unless it is to be cut.
         """
         texts = [given] if isinstance(given, str) else given
         if not 1 <= len(texts) <= self.settings.max_texts:
             message = f"{name} must hold 1 to {self.settings.max_texts} texts, got {len(texts)} texts."
             raise HTTPError(422, message, param=name)
-        texts = [prefix + text for text in texts]
-        if (longest := max(map(len, texts))) > CHARACTERS * most:
-            raise too_long(f"A text must have at most {CHARACTERS * most} characters, got {longest}", name)
-        return texts
+        most = CHARACTERS * tokens
+        if not cut and (longest := len(prefix) + max(map(len, texts))) > most:
+            raise too_long(f"A text must have at most {most} characters, got {longest}", name)
+        prefix = prefix[:most]  # before it is copied for each text
+        return [(prefix + text)[:most] for text in texts]
 
     async def in_worker(self, function: Callable[..., Any], *arguments: Any, size: int) -> Any:
         """Call a slow function outside the event loop; ``size`` counts characters or tokens."""
@@ -101,10 +104,11 @@ class Service(TextService):
 
     async def submit(self, asked: Generate, new_tokens: int = 64) -> list[RequestHandle]:
         """Return a handle for each text; refuse bad requests before tokenization."""
+        arrived_s = time.monotonic()
         if asked.max_new_tokens is None:  # what server and model allow
             asked = asked.model_copy(update={"max_new_tokens": min(new_tokens, self.limits.new_tokens)})
         prefix = self.settings.prefix if asked.prefix is None else asked.prefix
-        texts = self.texts_with(prefix, asked.text, "text", math.inf if asked.truncate else self.limits.source_tokens)
+        texts = self.texts_with(prefix, asked.text, "text", self.limits.source_tokens, cut=asked.truncate)
         stops = self._stops(asked)
         first = self.languages.target(self.backend, asked.tgt_lang, asked.forced_bos_token)
         language = None if asked.src_lang is None else self.languages.source(asked.src_lang)
@@ -112,10 +116,10 @@ class Service(TextService):
         least = asked.to_request([0], self.settings.deadline_s, self.rules, stops, **first)
         self.scheduler.require_place(least, len(texts))
         # One by one, so that other requests' texts come between those of a large one.
-        cut = [text[: CHARACTERS * self.limits.source_tokens] for text in texts]
-        size = max(map(len, cut)) * len(cut)
-        sources = [await self.in_worker(self._tokens, text, asked.truncate, language, size=size) for text in cut]
-        handles = self.scheduler.submit_all([replace(least, input_ids=tokens) for tokens in sources])
+        size = max(map(len, texts)) * len(texts)
+        sources = [await self.in_worker(self._tokens, text, asked.truncate, language, size=size) for text in texts]
+        requests = [replace(least, input_ids=tokens, index=index) for index, tokens in enumerate(sources)]
+        handles = self.scheduler.submit_all(requests, arrived_s)
         if self.settings.log_texts:
             log.info("requests %s: %s", [handle.number for handle in handles], json.dumps(texts, ensure_ascii=False))
         return handles

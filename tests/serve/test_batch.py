@@ -283,6 +283,9 @@ def test_broken_records_of_csv_are_rejected(tmp_path: Path) -> None:
     assert [reject["row"] for reject in rejects_in(tmp_path / "csv")] == [2, 4, 5, 6, 8, 9, 10]
     reasons = [reject["reason"] for reject in rejects_in(tmp_path / "csv")]
     assert reasons[-3:-1] == ["not CSV: new-line character seen in unquoted field", "too long"]
+    (tmp_path / "c.csv").write_text('text\n"open\none\ntwo\n')
+    run(tmp_path / "c.csv", tmp_path / "open")
+    assert rejects_in(tmp_path / "open")[0]["reason"] == "not CSV: unexpected end of data, in a record of 3 lines"
     parts = [file.read_bytes() for file in sorted((tmp_path / "csv").glob("part-*"))]
     header, rows = b"id,text,answer\r\n", b'1,one,ONE\r\n3,"two\nlines","TWO\nLINES"\r\n6,six,SIX\r\n'
     assert all(part.startswith(header) for part in parts) and b"".join(part[len(header) :] for part in parts) == rows
@@ -299,6 +302,10 @@ def test_parquet_keeps_its_types(tmp_path: Path) -> None:
     written = parquet.read_table(tmp_path / "table")
     assert written.to_pylist() == [{"text": "one", "n": 1, "answer": "ONE"}, {"text": "two", "n": 3, "answer": "TWO"}]
     assert written.schema.field("n").type == "int8" and rejects_in(tmp_path / "table")[0]["row"] == 2
+    views = pyarrow.array([" ", "one", "two", None, "three"], pyarrow.string_view())  # which Arrow cannot filter
+    parquet.write_table(pyarrow.table({"text": views}), tmp_path / "c.parquet")
+    assert run(tmp_path / "c.parquet", tmp_path / "views")[0] == ShardStats(3, 2, 3)
+    assert parquet.read_table(tmp_path / "views")["answer"].to_pylist() == ["ONE", "TWO", "THREE"]
 
 
 @pytest.mark.usefixtures("toy")
@@ -350,6 +357,13 @@ def test_folders_and_patterns_are_read_in_the_order_of_their_names(tmp_path: Pat
     again = tmp_path / "moved"
     (tmp_path / "in").rename(again)
     assert run(again, tmp_path / "folder") == (ShardStats(), ShardStats(4, 0, 4)), "elsewhere, but the same input"
+    link = again / "d.txt"
+    for target in (tmp_path / "gone.txt", again / "b"):  # what it hides would be left out silently
+        link.symlink_to(target)
+        for where in (again, again / "*.txt"):
+            with pytest.raises(InputError, match=r"d\.txt must lead to a file, got a link to "):
+                run(where, tmp_path / "linked")
+        link.unlink()
 
 
 @pytest.mark.usefixtures("toy")

@@ -84,6 +84,9 @@ def test_rows_are_those_of_the_encoder(tmp_path, encoder, kind, options) -> None
     if kind == ".jsonl":  # a field that the first rows lack
         assert table["late"].to_pylist() == [None] * 7 + [[number / 2] for number in range(7, len(TEXTS))]
     assert left(tmp_path) == sorted([path.name, "out.npy", "out.parquet"])
+    (tmp_path / "link.npy").symlink_to(tmp_path / "aim.npy")
+    embed_file(path, tmp_path / "link.npy", encoder, **options)
+    assert (tmp_path / "link.npy").is_symlink() and np.array_equal(np.load(tmp_path / "aim.npy"), found)
 
 
 @pytest.mark.parametrize("kind", [".txt", ".jsonl", ".csv", ".parquet"])
@@ -146,7 +149,8 @@ def test_numbers_that_are_not_finite_and_a_changed_input_end_the_job(tmp_path, e
 def test_what_cannot_be_read_or_written_is_refused_before_anything_is_embedded(tmp_path, encoder, monkeypatch) -> None:
     monkeypatch.setattr(AcceleratedEncoder, "embed", not_reached)
     path, mixed, twice = written(tmp_path / "in.csv"), tmp_path / "mixed.jsonl", tmp_path / "twice.csv"
-    large, pipe = tmp_path / "large.jsonl", tmp_path / "pipe.txt"
+    large, pipe, hollow = tmp_path / "large.jsonl", tmp_path / "pipe.txt", tmp_path / "hollow.jsonl"
+    hollow.write_text('{"text": "a", "meta": {}}\n')
     large.write_text('{"text": "a", "n": 1152921504606846977}\n' * 4 + '{"text": "b", "n": 0.5}\n')
     os.mkfifo(pipe)
     mixed.write_text('{"text": "a", "n": 1}\n{"text": "b", "n": "x"}\n')
@@ -160,6 +164,7 @@ def test_what_cannot_be_read_or_written_is_refused_before_anything_is_embedded(t
         (path, "out.npy", dict(pooling="none"), "pooling must be mean or first"),
         (mixed, "out.parquet", {}, "mixed.jsonl makes no Parquet .* Give .npy"),
         (large, "out.parquet", {}, "large.jsonl makes no Parquet .* Give .npy"),
+        (hollow, "out.parquet", {}, "hollow.jsonl makes no Parquet .*no child field.*Give .npy"),
         (pipe, "out.npy", {}, "must be a file, got .*pipe.txt"),
         (twice, "out.parquet", {}, "two columns have one name"),
         (taken, "out.parquet", {}, "must have no column 'embedding'"),
@@ -239,7 +244,7 @@ def test_the_commands(tmp_path, monkeypatch) -> None:
     assert result.stdout == f"{tmp_path / 'out.npy'}: {len(TEXTS)} rows of 256 numbers, int8\n"
     np.testing.assert_allclose(np.linalg.norm(np.load(tmp_path / "out.npy"), axis=1), 1, atol=1e-5)
     result = call("embed", path, tmp_path / "out.npy", "--pooling", "last")
-    assert result.exit_code == 2 and "--pooling must be one of" in result.stderr
+    assert result.exit_code == 2 and "--pooling must be mean or first" in result.stderr
     monkeypatch.setattr(AcceleratedEncoder, "from_pretrained", lambda *_, **__: pytest.fail("opened"))
     result = call("embed", tmp_path / "missing.txt", tmp_path / "out.npy")
     assert result.exit_code == 2 and "missing.txt" in result.stderr and result.stderr.count("\n") == 1

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -36,6 +37,7 @@ from typer.testing import CliRunner
 import t5accel.serve.server
 from bench.serving.fuzz import KINDS, fuzz_server, fuzz_under_load, head, malformed_request, request, send
 from t5accel.cli import app as commands
+from t5accel.decoding.sampling import SamplingParams, sample
 from t5accel.decoding.token_constraints import TokenConstraints
 from t5accel.errors import InputError
 from t5accel.models.load import data_folder
@@ -162,6 +164,16 @@ def test_a_seed_repeats_samples() -> None:
     first = asked(**options).json()
     again = asked(**options, seed=first["seed"]).json()
     assert first["answers"][0]["texts"] == again["answers"][0]["texts"] and len(set(again["answers"][0]["texts"])) > 1
+
+
+def test_equal_texts_of_one_request_draw_their_own_tokens_as_in_sample() -> None:
+    options = dict(do_sample=True, temperature=2.0, seed=5, num_return_sequences=2, max_new_tokens=20)
+    answers = asked(text=["hello"] * 3, **options).json()["answers"]
+    assert len({text for answer in answers for text in answer["texts"]}) == 6
+    assert answers[0]["texts"] == asked(text="hello", **options).json()["answers"][0]["texts"]
+    ids = Letters()(["hello"] * 3)
+    found = sample(Joining(), **ids, sampling=SamplingParams(2.0), seed=5, num_return_sequences=2, max_new_tokens=20)
+    assert [text for answer in answers for text in answer["texts"]] == Letters().batch_decode(found.sequences, True)
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
@@ -321,6 +333,25 @@ def test_a_deadline_that_passes() -> None:
     assert response.status_code == 504 and "within its 0.2 s" in error_of(response)["message"]
     default = asked(text="a", max_new_tokens=500, backend=Slow(0.02), settings=dict(deadline_s=0.1))
     assert default.status_code == 504
+
+
+def test_a_deadline_and_the_times_begin_before_the_tokenizer(monkeypatch) -> None:
+    usual = Letters.__call__
+    monkeypatch.setattr(Letters, "__call__", lambda *given, **options: time.sleep(0.1) or usual(*given, **options))
+    assert asked(text=["a", "b"], max_new_tokens=1).json()["answers"][0]["timings"]["total_s"] > 0.2
+    assert asked(text=["a", "b"], max_new_tokens=1, deadline_s=0.15).status_code == 504
+
+
+def test_a_long_prefix_is_not_copied_for_each_text() -> None:
+    # Four bytes a character, 64 texts: 256 MB.
+    fields = dict(text=["a"] * 64, prefix="x" * 1_000_000 + "\U0001f600", max_new_tokens=1)
+    asked(text="a", max_new_tokens=1)
+    tracemalloc.start()
+    for truncate, status in ((True, 200), (False, 413)):
+        assert asked(truncate=truncate, content=json.dumps(fields | {"truncate": truncate})).status_code == status
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 64e6
 
 
 def test_an_engine_that_hangs_is_not_alive() -> None:
@@ -484,7 +515,8 @@ def test_bad_headers_are_refused_before_the_body_is_read(path: str, headers, sta
 
 @pytest.mark.parametrize(("settings", "host", "status"), [
     (dict(), b"localhost:80", 200), (dict(), b"[::1]:8000", 200), (dict(), b"127.0.0.1", 200),
-    (dict(), b"localhost.evil.example", 421), (dict(allowed_hosts="a.example, b.example"), b"B.example:1", 200),
+    (dict(), b"localhost.evil.example", 421), (dict(allowed_hosts="a.example., b.example"), b"B.example:1", 200),
+    (dict(allowed_hosts="a.example., fe80::1"), b"a.example.", 200),
     (dict(allowed_hosts="*"), b"evil.example", 200), (dict(host="0.0.0.0"), b"any.example", 200),
     (dict(host="0.0.0.0", allowed_hosts="a.example"), b"any.example", 421),
 ], ids=str)  # fmt: skip
@@ -499,6 +531,8 @@ def test_allowed_host_headers(settings: dict[str, Any], host: bytes, status: int
     (dict(text="a", temperature=0.5), 422, "temperature given without do_sample"),
     (dict(text="a", deadline_s=-1.0), 422, "deadline_s"),
     (dict(text="a", num_beams=2, stop="b"), 422, "num_beams must be 1 with stop"),
+    (dict(text="a", length_penalty=2.0), 422, "length_penalty given without beams, and would do nothing"),
+    (dict(text="a", do_sample=True, early_stopping="never"), 422, "early_stopping given without beams"),
     (dict(text="a", beams=4), 400, "beams is not supported"),
     (dict(text="a" * 700), 413, "at most 640 characters, got 700"),
     (dict(text=["a", "b" * 10**5]), 413, "640 characters, got 100000"),
@@ -649,6 +683,11 @@ def test_flags_win_over_the_environment(monkeypatch) -> None:
     (["--device", "cuda", "--encoder-cache-mb", "9"], {}, "--encoder-cache-mb must be unset with device cuda"),
     (["--log-level", "loud"], {}, "--log-level must be 'debug', 'info'.*, got 'loud'"),
     ([], {"T5ACCEL_NEW_TOKENS": "8"}, "Rename it to T5ACCEL_MAX_NEW_TOKENS"),
+    (["--allowed-hosts", "a.example,b.example:80"], {}, "--allowed-hosts must be names without a port .*'b.example:80'"),
+    (["--allowed-hosts", "*.svc"], {}, "--allowed-hosts must be names without .* pattern, or \\*, got '\\*.svc'"),
+    (["--max-beams", "33"], {}, "--max-beams must be at most max_batch_rows, 32, got 33"),
+    (["--prefix", "\udcff: "], {}, "prefix must be UTF-8, got '.udcff: '"),
+    (["--served-model-name", "mod\udce8le"], {}, "--served-model-name must be UTF-8"),
     (["--host", "no.such.host.invalid"], {"T5ACCEL_API_KEY": "a"}, "host 'no.such.host.invalid' and port 8000"),
 ], ids=str)  # fmt: skip
 def test_bad_settings_are_refused_at_the_start(arguments: list[str], environment, match: str, monkeypatch) -> None:

@@ -27,7 +27,7 @@ NOTHING = "Nothing was written."
 
 def check_files(given: str | os.PathLike[str], out: str | os.PathLike[str], column: str) -> tuple[Path, Path]:
     """Both paths; raises what `embed_file` raises of them, before a model is opened."""
-    path, target = Path(given), Path(out)
+    path, target = Path(given), Path(os.path.realpath(out))  # a link keeps leading to the file
     kind = kind_of(path)
     if not path.is_file():  # to open a pipe is to wait for its writer
         raise InputError(f"The input must be a file, got {path}.")
@@ -68,9 +68,9 @@ def embed_file(
     (2, (2, 256))
     """
     path, target = check_files(given, out, column)
+    if pooling not in ("mean", "first"):
+        raise InputError(f"pooling must be mean or first, got {pooling!r:.80}: a row has one embedding.")
     encoder.embed([], pooling=pooling, batch_tokens=batch_tokens)  # raises what it would raise of any text
-    if pooling == "none":
-        raise InputError("pooling must be mean or first, got none: a row has one embedding.")
     in_parquet, facts, first, ranges = target.suffix == ".parquet", facts_of(path), 1, []
     schema = import_pyarrow().schema([]) if in_parquet else None
     # All rows are read and tokenised before the first is embedded: a job of hours does not fail at its last row.
@@ -122,7 +122,9 @@ def _check(path: Path, first: int, encoder: AcceleratedEncoder, texts: list[str]
 def _with_columns(path: Path, schema: Any, rows: RowRange, column: str, given: Any = None) -> Any:
     try:
         made = rows.table(column, given).schema
-        found = import_pyarrow().unify_schemas([schema, made], promote_options="permissive")
+        pyarrow = import_pyarrow()
+        found = pyarrow.unify_schemas([schema, made], promote_options="permissive")
+        pyarrow.parquet.ParquetWriter(pyarrow.BufferOutputStream(), found).close()  # raises of what it cannot hold
     except Exception as error:  # of fields of several types; Arrow's are of many kinds
         raise InputError(f"{path} makes no Parquet ({first_line(error)}). Give .npy.") from error
     if COLUMN in found.names:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -208,7 +208,8 @@ class CsvRows(RowRange):
         try:
             values = _fields(record)
         except csv.Error as error:
-            return RejectedRow(f"not CSV: {_why(error)}")
+            lines = record.count("\n")  # an unclosed quote takes those behind it, too
+            return RejectedRow(f"not CSV: {_why(error)}" + f", in a record of {lines} lines" * (lines > 1))
         if len(values) != len(self.fields):
             return RejectedRow(f"{len(values)} fields where the header has {len(self.fields)}")
         return text_of(values[self.fields.index(column)])
@@ -324,7 +325,12 @@ class ParquetRows(RowRange):
     def write(self, path: Path, answers: Sequence[str | None], column: str, into: str) -> None:
         pyarrow = import_pyarrow()
         table = self.content.append_column(into, pyarrow.array(answers, pyarrow.string()))
-        pyarrow.parquet.write_table(table.filter(pyarrow.array([answer is not None for answer in answers])), path)
+        pieces, first = [table.slice(0, 0)], 0
+        for is_answered, run in groupby(answer is not None for answer in answers):  # not every type has a filter
+            count = len([*run])
+            pieces += [table.slice(first, count)] * is_answered
+            first += count
+        pyarrow.parquet.write_table(pyarrow.concat_tables(pieces), path)
 
 
 def _check_columns(path: Path, columns: Sequence[str], column: str, into: str | None) -> None:

@@ -51,6 +51,8 @@ class JobSettings:
 
     def __post_init__(self) -> None:  # `BatchGenerator` checks its own options
         as_count(self.shard_rows, "shard_rows", at_least=1)
+        if self.shard_rows > sys.maxsize:
+            raise InputError(f"shard_rows must be at most {sys.maxsize}, got {self.shard_rows}.")
         for name in ("column", "prefix", "output_column"):
             try:
                 getattr(self, name).encode()
@@ -147,14 +149,18 @@ def sources(given: str, out: Path) -> list[Source]:
     if os.path.isdir(given):
         base = Path(given)
         # Names that begin with "." or "_" are skipped, as in Arrow and Spark.
-        every = (Path(top, name) for top, _, names in os.walk(base, onerror=_unreadable) for name in names)
-        below = (path for path in every if path.suffix.lower() in KINDS and path.is_file())
-        paths = [path for path in below if not any(part[0] in "._" for part in path.relative_to(base).parts)]
+        every = [Path(top, name) for top, *names in os.walk(base, onerror=_unreadable) for name in sum(names, [])]
+        below = [path for path in every if not any(part[0] in "._" for part in path.relative_to(base).parts)]
+        paths = [path for path in below if path.suffix.lower() in KINDS and path.is_file()]
     else:  # perhaps a file whose name looks like a pattern
         found = [given] if os.path.isfile(given) else glob.glob(given, recursive=True)
+        below = [Path(path) for path in found]
         paths = [Path(path) for path in {*found} if os.path.isfile(path)]
         paths = [path for path in paths if out.resolve() not in path.resolve().parents] or paths  # its own answers
         base = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
+    for path in below:
+        if path.is_symlink() and (path.is_dir() or path.suffix.lower() in KINDS and not path.exists()):
+            raise InputError(f"{path} must lead to a file, got a link to {os.readlink(path)}. Remove or replace it.")
     if not paths:
         raise InputError(f"The input must be a file, a folder or a pattern of {', '.join(KINDS)}, got {given}.")
     for path in paths:
