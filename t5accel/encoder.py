@@ -165,6 +165,7 @@ class AcceleratedEncoder:
             as_count(most, "max_source_tokens", at_least=1)
         self.folder, self.precision, self.tokenizer = folder, precision, tokenizer
         self.dims, self.pad_token_id = spec.dims, spec.tokens["pad_token_id"]
+        self._masks_padding = spec.family.model_type == "t5gemma"
         self.source_vocab_size = spec.source_vocab_size or spec.dims.vocab_size
         self.max_source_tokens = min((n for n in (most, spec.positions) if n is not None), default=None)
 
@@ -285,8 +286,9 @@ class AcceleratedEncoder:
     def checked(self, input_ids: Any, attention_mask: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Ids and mask (B, S) int64; ``InputError`` where the encoder does not take them."""
         ids = as_integers(input_ids, "input_ids", rank=2)
-        mask = np.ones_like(ids) if attention_mask is None else attention_mask
-        ids, mask = as_batch(ids, mask, vocab_size=self.source_vocab_size)
+        if attention_mask is None:  # T5Gemma's own encoder masks padding, others do not
+            attention_mask = ids != self.pad_token_id if self._masks_padding else np.ones_like(ids)
+        ids, mask = as_batch(ids, attention_mask, vocab_size=self.source_vocab_size)
         if self.max_source_tokens is not None and ids.shape[1] > self.max_source_tokens:
             raise InputError(
                 f"A text must have at most max_source_tokens, {self.max_source_tokens}, got {ids.shape[1]}: split it."

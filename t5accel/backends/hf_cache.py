@@ -45,6 +45,9 @@ class EncodedBatch:
     last_hidden_state = hidden_states = attentions = property(_stays_in_the_backend)
     __getitem__ = __iter__ = get = keys = values = items = to_tuple = _stays_in_the_backend
 
+    def __deepcopy__(self, memo: Any) -> EncodedBatch:
+        return self  # it never changes, and a copy of its backend would open the model again
+
     def start(self, backend: Backend, attention_mask: torch.Tensor | None = None) -> DecoderCache:
         """An empty cache for these rows, which must be K consecutive ones for each source."""
         rows = as_integers(self.rows, "rows", rank=1)
@@ -79,8 +82,8 @@ class BackendEncoder:
 
     main_input_name = "input_ids"
 
-    def __init__(self, backend: Backend):
-        self.backend = backend
+    def __init__(self, backend: Backend, *, masks_padding: bool = False):
+        self.backend, self.masks_padding = backend, masks_padding
 
     def forward(
         self, input_ids: Any = None, attention_mask: Any = None, return_dict: bool | None = None, **unsupported: Any
@@ -91,6 +94,9 @@ class BackendEncoder:
             raise InputError("There is nothing to encode. Give input_ids (B, S), or encoder_outputs of get_encoder().")
         reject_text(input_ids)
         ids = as_integers(input_ids, "input_ids", rank=2)
+        # T5Gemma's own encoder masks it, and its cross-attention does not: no mask says both.
+        if attention_mask is None and self.masks_padding and (ids == self.backend.pad_token_id).any():
+            raise InputError("attention_mask must be given to a T5Gemma whose input_ids hold padding.")
         mask = np.ones_like(ids) if attention_mask is None else as_mask(attention_mask, "attention_mask")
         entries = getattr(self.backend, "source_vocab_size", self.backend.vocab_size)
         masked = ~mask.any(axis=1) & self._hides_whole_rows()
@@ -124,6 +130,9 @@ class DecoderCache:
         # state reads them again.
         self.history: torch.Tensor | None = None
         self._restart()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(f"{CACHE} stays in its backend and has no copy: give the tokens again as decoder_input_ids.")
 
     def append(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Read T new tokens per row: (R, T) integers -> logits (R, T, V).

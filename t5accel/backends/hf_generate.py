@@ -79,7 +79,8 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
     ``generate(encoder_outputs=model.encoder(ids, mask))``.
 
     Without an ``attention_mask``, ``generate`` of 4.57 takes padding for padding and that of 5.x takes it for text:
-    give one. A row whose mask is all zero gets a meaningless answer and changes no other row.
+    give one; ``encoder_outputs`` keep theirs. A row whose mask is all zero gets a meaningless answer and changes no
+    other row.
 
     A stored configuration's ``output_attentions``, ``output_hidden_states``, ``use_cache=False`` (with a warning) and
     kind of cache are ignored; asked for in a call, the first two raise `InputError`, as do caches and encoder outputs
@@ -134,7 +135,8 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
                 "sooner. generate(use_cache=False) decodes without it.",
                 stacklevel=2,
             )
-        self.backend, self.encoder, self.tokenizer = backend, BackendEncoder(backend), tokenizer
+        self.backend, self.tokenizer = backend, tokenizer
+        self.encoder = BackendEncoder(backend, masks_padding=config.model_type == "t5gemma")
         self.eval()
         # transformers 4.57 logs an error when a pipeline is given a class that is not listed. No model has such a type.
         name = type(self).__name__

@@ -44,7 +44,14 @@ class BackendLoops:
 
     backend: Any
 
+    def _is_altered(self) -> bool:
+        """Whether somebody changed what transformers calls at each step, which our loops would not call."""
+        altered = vars(self).keys() & {"forward", "prepare_inputs_for_generation"}
+        return bool(altered or self._forward_hooks or self._forward_pre_hooks)
+
     def _sample(self, input_ids: torch.Tensor, *, streamer: Any = None, **call: Any) -> Any:
+        if self._is_altered():
+            return super()._sample(input_ids, streamer=streamer, **call)
         if streamer is None:
             decode = self._draw if call["generation_config"].do_sample else self._greedy
             tokens = decode(input_ids, **call)
@@ -57,7 +64,7 @@ class BackendLoops:
 
     def _beam_search(self, input_ids: torch.Tensor, **call: Any) -> Any:
         with self._beside_the_runtime(**call):
-            if not call["generation_config"].do_sample:
+            if not call["generation_config"].do_sample and not self._is_altered():
                 tokens = self._beams(input_ids, **call)
                 if tokens is not None:
                     return torch.from_numpy(tokens).to(input_ids.device)
@@ -155,6 +162,8 @@ class BackendLoops:
         # An answer that ends with its first token, and a mode that transformers refuses, are left to it.
         if request is None or request.rules.forced_bos_token_id in request.eos_token_ids or config.low_memory:
             return None
+        if request.max_new_tokens == 1 and config.num_return_sequences > 1 and request.forced_token(0) is not None:
+            return None  # there is one answer, which transformers returns several times
         banned = len(request.rules.suppress_tokens) + (prefix.shape[1] + request.max_new_tokens) * bool(history)
         if banned and banned + (1 + len(request.eos_token_ids)) * beams > self.backend.vocab_size:
             return None  # with too few candidates transformers takes banned ones, or copies of the first beam
@@ -266,7 +275,7 @@ def _constraints(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConst
         elif type(each) is generation.SuppressTokensLogitsProcessor:
             never.update(token for token in each.suppress_tokens.tolist() if 0 <= token < vocab_size)
         elif type(each) is generation.NoBadWordsLogitsProcessor:
-            if any(len(word) > 1 for word in each.sequence_bias):
+            if any(len(word) != 1 for word in each.sequence_bias):
                 return None
             never.update(word[0] for word in each.sequence_bias)
         elif type(each) is generation.LogitNormalization:

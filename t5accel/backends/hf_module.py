@@ -133,6 +133,12 @@ class WeightlessModule(PreTrainedModel):
             "which copies the export, or the state_dict() of transformers' own model."
         )
 
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        raise InputError(
+            "The weights of this model are its backend's, and none would be loaded: load them into transformers' own "
+            "model, then accelerate that."
+        )
+
     def close(self) -> None:
         """Free the backend's sessions, weights and buffers; any later use but ``close`` raises ``InputError``."""
         if not isinstance(self.backend, Closed):

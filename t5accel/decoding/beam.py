@@ -137,6 +137,7 @@ def beam_search(
 
     Returns:
         ``sequences`` (B * N, L) int64, the N best of the first source first, and their ``scores`` (B * N,) float32.
+        Where a source has fewer answers, as with a single forced token, the others are padding with a score of -inf.
 
     >>> import numpy as np
     >>> class Chain:  # a toy backend: the next token depends on the last one alone, and 3 ends

@@ -230,6 +230,12 @@ def family_of_model(model: Any) -> Family:
         raise (NotT5Error if is_module else InputError)(
             f"model must be a name, a folder or a model of transformers, got an object of class {kind}."
         )
+    for settings in (config, getattr(model, "generation_config", None) or config):
+        try:
+            settings.to_json_string()
+        except (TypeError, ValueError) as error:  # NumPy's numbers, sets
+            message = f"{type(settings).__name__} must hold values that JSON can hold, got others: {error}."
+            raise InputError(message) from error
     family = family_of(config, kind)
     stacks = model if family.is_relative else getattr(model, "model", None)
     if not (hasattr(model, "lm_head") and hasattr(stacks, "encoder") and hasattr(stacks, "decoder")):

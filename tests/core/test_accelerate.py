@@ -6,6 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from refused import refused
@@ -72,6 +73,14 @@ def test_other_methods_of_generation_are_refused(tiny_t5, name: str) -> None:
             setattr(model, name, lambda *args, own=own, **others: own(*args, **others))
         with pytest.raises(InputError, match=rf"\.{name} must be transformers' own"):
             accelerate(model, progress=False)
+
+
+@pytest.mark.parametrize("value", [np.array([5, 6]), {5, 6}, range(5, 7)], ids=str)
+def test_settings_of_a_model_that_no_file_can_hold_are_refused(tiny_t5, value) -> None:
+    model = copy.deepcopy(tiny_t5())
+    model.generation_config.suppress_tokens = value
+    with pytest.raises(InputError, match="GenerationConfig must hold values that JSON can hold, got others: "):
+        accelerate(model, progress=False)
 
 
 def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from t5accel.decoding.speculation import speculative
 from t5accel.decoding.token_constraints import TokenConstraints, special_tokens
 from t5accel.distillation.pruning import PruneConfig, prune
 from t5accel.distillation.student import shrink_decoder
+from t5accel.encoder import AcceleratedEncoder
 from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
 from t5accel.graphs.export import export_model, model_weights
 from t5accel.graphs.manifest import write_manifest
@@ -672,6 +673,22 @@ def test_scores_are_of_answers_that_the_positions_allow(tmp_path: Path, mini) ->
 
 
 # T5Gemma
+
+
+@pytest.mark.parametrize("built", GEMMA_KINDS, indirect=True)
+def test_a_t5gemma_masks_padding_in_its_encoder_alone(built: Built) -> None:
+    model, ids = built.model, torch.as_tensor(built.ids)
+    ours, encoder = accelerate(model, progress=False), AcceleratedEncoder.from_pretrained(model, progress=False)
+    start = torch.full((len(ids), 1), 2)
+    expected, real = model.get_encoder()(ids).last_hidden_state.detach(), built.mask == 1
+    np.testing.assert_allclose(encoder(ids).last_hidden_state[real], expected[real], atol=100 * TOLERANCE)
+    if model.config.model_type == "t5gemma":
+        for call in (partial(ours, decoder_input_ids=start), ours.get_encoder()):
+            with pytest.raises(InputError, match="attention_mask must be given to a T5Gemma"):
+                call(input_ids=ids)
+        ids = ids[:1]
+    found, expected = (each(ids, decoder_input_ids=start[: len(ids)]).logits.detach() for each in (ours, model))
+    np.testing.assert_allclose(found, expected, atol=100 * TOLERANCE)
 
 
 @pytest.mark.parametrize("built", GEMMA_KINDS, indirect=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -620,6 +621,7 @@ def test_greedy_search_and_sampling_with_anything_else_run_step_by_step(pair, ba
         dict(use_cache=False), dict(decoder_attention_mask=torch.ones(6, 1, dtype=torch.int64)),
         dict(num_beams=2, sequence_bias=[[[40], 1.2]]), dict(num_beams=2, do_sample=True),
         dict(num_beams=2, output_scores=True, return_dict_in_generate=True),
+        dict(num_beams=2, bad_words_ids=[[]] if V5 else [[4, 5]]),
     ],
 )  # fmt: skip
 def test_whatever_else_is_asked_runs_in_transformers_loop(pair, batch, monkeypatch, options: dict[str, Any]) -> None:
@@ -630,6 +632,33 @@ def test_whatever_else_is_asked_runs_in_transformers_loop(pair, batch, monkeypat
     torch.manual_seed(5)
     found = ours.generate(**batch, max_new_tokens=5, **options)
     assert torch.equal(*(getattr(each, "sequences", each) for each in (found, expected)))
+
+
+@pytest.mark.parametrize("forced", ["forced_bos_token_id", "forced_eos_token_id"])
+def test_one_forced_token_is_returned_as_often_as_transformers_does(pair, batch, forced: str) -> None:
+    own, ours = pair
+    options = {"max_new_tokens": 1, "num_beams": 3, "num_return_sequences": 3, forced: 54}
+    assert torch.equal(ours.generate(**batch, **options), reference(own, batch, **options))
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+@pytest.mark.parametrize("way", ["hook", "forward", "prepare_inputs_for_generation"])
+def test_what_is_changed_of_an_object_is_called(tiny_t5, batch, way: str, num_beams: int) -> None:
+    own, calls = tiny_t5(), []
+    ours = behind(TorchEager(own), own)
+    if way == "hook":
+        ours.register_forward_hook(lambda *_: calls.append(1))
+    else:
+        usual = getattr(ours, way)
+
+        @functools.wraps(usual)  # transformers reads its parameters
+        def counted(*given: Any, **options: Any) -> Any:
+            calls.append(1)
+            return usual(*given, **options)
+
+        setattr(ours, way, counted)
+    check(own, ours, batch, num_beams=num_beams, **SHORT)
+    assert len(calls) == 10
 
 
 class StopAt(StoppingCriteria):
@@ -746,6 +775,8 @@ def test_what_is_asked_of_a_model(pair, batch) -> None:
         assert same is ours and not same.training
     with pytest.raises(InputError, match="save_pretrained"):
         ours.state_dict()
+    with pytest.raises(InputError, match="none would be loaded"):
+        ours.load_state_dict({})
     before = own.config.to_dict()
     ours.config.vocab_size = 7
     assert own.config.to_dict() == before and own.config is not ours.config
@@ -828,6 +859,10 @@ def test_encoder_outputs_and_caches_of_other_models(pair, tiny_t5, batch) -> Non
             ours.generate(**batch, encoder_outputs=None, **SHORT)
     with pytest.raises(InputError, match="return_dict=False"):
         ours.encoder(**batch, return_dict=False)
+    encoded = ours.encoder(**batch)
+    assert copy.deepcopy(encoded) is encoded
+    with pytest.raises(InputError, match="has no copy"):
+        copy.deepcopy(encoded.start(ours.backend))
 
 
 # -------------------------------------------------------------------------------------------------------------- folders
