@@ -94,7 +94,7 @@ class BackendEncoder:
             raise InputError("There is nothing to encode. Give input_ids (B, S), or encoder_outputs of get_encoder().")
         reject_text(input_ids)
         ids = as_integers(input_ids, "input_ids", rank=2)
-        # T5Gemma's own encoder masks it, and its cross-attention does not: no mask says both.
+        # T5Gemma's own encoder masks padding, its cross-attention does not: no mask says both.
         if attention_mask is None and self.masks_padding and (ids == self.backend.pad_token_id).any():
             raise InputError("attention_mask must be given to a T5Gemma whose input_ids hold padding.")
         mask = np.ones_like(ids) if attention_mask is None else as_mask(attention_mask, "attention_mask")
