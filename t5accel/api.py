@@ -145,6 +145,9 @@ def _open(
     if runtime == "torch":
         if max_source_tokens is not None:
             raise InputError(f"max_source_tokens must be None in torch, got {max_source_tokens}: give runtime='onnx'.")
+        from t5accel.graphs.export import require_tokenizer
+
+        require_tokenizer(tokenizer)
         backend, own_tokenizer = _in_torch(model, recipe, settings, check_logits=check_logits)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     else:

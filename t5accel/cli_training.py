@@ -56,11 +56,11 @@ def distill(
     from t5accel.distillation.student import distill as run
     from t5accel.models.sizes import T5Dims
 
-    if layers and decoder_layers is not None:
+    if layers is not None and decoder_layers is not None:
         raise InputError("--layers names the decoder layers: leave --decoder-layers out.")
     model, tokenizer = _opened(teacher, out, threads)
     count = 1 if decoder_layers is None else decoder_layers
-    chosen = _numbers(layers) if layers else layer_map(T5Dims.of(model).decoder_layers, count)
+    chosen = _numbers(layers) if layers is not None else layer_map(T5Dims.of(model).decoder_layers, count)
     config = DistillConfig(layers=chosen, loss=loss, steps=steps, seed=seed)
     require_device(device.value)
     shrink_decoder(model, chosen)  # layers that there are not are refused before the teacher writes
@@ -109,7 +109,9 @@ def prune(
         training=replace(PruneConfig().training, loss=loss or "logits", seed=seed),
     )  # fmt: skip
     whole, tokenizer = _opened(model, out, threads)
-    of = None if teacher is None else _with_tokenizer(teacher)[0]
+    of, of_tokenizer = (None, tokenizer) if teacher is None else _with_tokenizer(teacher)
+    if of_tokenizer.get_vocab() != tokenizer.get_vocab():  # its probabilities would be of other words
+        raise InputError(f"--teacher must have the tokenizer of {model}, got {teacher} with another one.")
     own = _UserRows.read(data, weight, eval_, metric, tokenizer, longest)
     with kept(KEPT.format(out)) if steps else nullcontext():
         student = run(
@@ -140,8 +142,10 @@ class _UserRows:
             raise InputError(f"--metric {metric} needs rows to score on: give --eval FILE.")
         validate, sources = None, frozenset()
         if evaluation:
-            validate = make_validator(evaluation, tokenizer, metric or "loss", longest=longest)
-            sources = frozenset(source for source, _ in read_examples(evaluation))
+            # Read once: it may be a pipe.
+            rows = [dict(source=source, target=target) for source, target in read_examples(evaluation)]
+            validate = make_validator(rows, tokenizer, metric or "loss", longest=longest)
+            sources = frozenset(row["source"] for row in rows)
         examples = [read_examples(file, tokenizer, longest=longest) for file in files]
         targets = tokenizer([target for rows in examples for _, target in rows], verbose=False)["input_ids"]
         return cls(examples, weights, sources, validate, min(longest, 2 * max(map(len, targets))))

@@ -142,11 +142,15 @@ class AcceleratedEncoder:
         import torch
 
         from t5accel.graphs.encoder_export import EncoderSource, encoder_module
+        from t5accel.graphs.export import require_tokenizer
         from t5accel.models.load import cast_model
 
         floats = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(precision)
         if floats is None:
             raise InputError(f"precision on device='cuda' must be fp32, bf16 or fp16, got {precision!r:.80}.")
+        require_tokenizer(tokenizer)
+        if threads is not None:
+            as_count(threads, "threads", at_least=1)
         source = EncoderSource.of(model)
         self = cls.__new__(cls)
         torch.set_num_threads(threads or machine.cpu_threads())
@@ -361,8 +365,10 @@ def quantize_encoder(
     if it loses more; nothing was written then.
     """
     from t5accel.graphs.encoder_export import export_encoder
+    from t5accel.precision.gate import checked_limits
 
-    if not max_loss or not set(max_loss) <= {"cosine", "retrieval"}:
+    max_loss = checked_limits(max_loss)
+    if not set(max_loss) <= {"cosine", "retrieval"}:
         raise InputError(f"max_loss must map cosine or retrieval to the points that may be lost, got {max_loss!r:.80}.")
     exact, scores = AcceleratedEncoder.from_pretrained(model, progress=False), {}
 

@@ -135,8 +135,15 @@ def constraints_from_config(model: Any) -> TokenConstraints:
     ``unsupported`` names every field that would change a token and is not applied. Raises ``InputError`` for an
     invalid value.
     """
-    config = getattr(model, "generation_config", None)
+    try:
+        return _constraints(model, getattr(model, "generation_config", None))
+    except InputError:
+        raise
+    except (TypeError, ValueError) as error:  # a text where numbers belong
+        raise InputError(f"generation_config must hold numbers where they belong, got others: {error}.") from error
 
+
+def _constraints(model: Any, config: Any) -> TokenConstraints:
     def value(name: str, default: Any) -> Any:
         found = getattr(config, name, None)
         return default if found is None else found

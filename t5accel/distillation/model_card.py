@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t5accel.errors import InputError
+from safetensors import SafetensorError
+
+from t5accel.errors import ExportError, InputError
 from t5accel.graphs.atomic_write import locked, staged
+from t5accel.graphs.export import save_tokenizer
 from t5accel.models.sizes import T5Dims
 
 if TYPE_CHECKING:
@@ -90,8 +93,11 @@ def save_student(
     with locked(folder):
         require_student_folder(folder)
         with staged(folder) as partial:
-            copy.deepcopy(student).to(torch.float16).save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+            try:
+                copy.deepcopy(student).to(torch.float16).save_pretrained(partial)
+            except SafetensorError as error:
+                raise ExportError(f"{folder} cannot be written to: {error}. Nothing was left behind.") from error
+            save_tokenizer(tokenizer, partial)
             partial.joinpath(CARD_FILE).write_text(card, encoding="utf-8")
     return folder
 

@@ -105,6 +105,8 @@ class DistillConfig:
             raise InputError(f"loss must be one of {', '.join(OBJECTIVES)}, got {self.loss!r}.")
         if self.steps < 1:
             raise InputError(f"steps must be at least 1, got {self.steps}.")
+        if as_count(self.seed, "seed", at_least=0) >= 2**32:
+            raise InputError(f"seed must be below 2**32, got {self.seed}.")
         if not 0 <= self.encoder_share <= 1:
             raise InputError(f"encoder_share must be 0 … 1, got {self.encoder_share!r}.")
 

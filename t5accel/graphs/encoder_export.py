@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from t5accel import machine
+from t5accel.checks import as_count
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
 from t5accel.errors import ExportError, ModelUnavailableError, NotT5Error
 from t5accel.graphs.builder import OPSET
@@ -117,7 +118,9 @@ class EncoderSource:
         arrays = dict(read_weights(folder, lambda key: key.startswith("encoder.") or key in EMBEDDINGS))
         if not arrays:
             raise ModelUnavailableError(f"{label} holds no weights for PyTorch, in safetensors or pytorch_model.bin.")
-        return cls(label, config, _t5_weights(config, arrays, label), {}, load_tokenizer(folder), folder=folder)
+        weights = _t5_weights(config, arrays, label)
+        _require_shapes(config, weights, label)
+        return cls(label, config, weights, {}, load_tokenizer(folder), folder=folder)
 
     @classmethod
     def _of_object(cls, model: Any, tokenizer: Any, name: str, folder: Path | None = None) -> EncoderSource:
@@ -315,13 +318,10 @@ def encoder_module(config: Any, weights: T5Weights, floats: str = "float32", dev
     Its weights are read one at a time. In fp16 ``wo`` stays in fp32, as transformers keeps it.
     """
     import torch
-    import transformers
 
     config = copy.deepcopy(config)
     config.num_layers, config.vocab_size = weights.dims.encoder_layers, weights.dims.vocab_size
-    config.use_cache = False
-    with torch.device("meta"):
-        model = getattr(transformers, f"{CLASS_PREFIXES[config.model_type]}EncoderModel")(config)
+    model = _empty_encoder(config)
 
     def values(name: str) -> torch.Tensor:
         array = weights.arrays[EMBEDDINGS[0] if name in EMBEDDINGS else name]
@@ -334,6 +334,26 @@ def encoder_module(config: Any, weights: T5Weights, floats: str = "float32", dev
         setattr(model.get_submodule(owner), last, torch.nn.Parameter(values(name), requires_grad=False))
     model.encoder.embed_tokens.weight = model.shared.weight
     return model.eval()
+
+
+def _empty_encoder(config: Any) -> PreTrainedModel:
+    import torch
+    import transformers
+
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    with torch.device("meta"):
+        return getattr(transformers, f"{CLASS_PREFIXES[config.model_type]}EncoderModel")(config)
+
+
+def _require_shapes(config: Any, weights: T5Weights, name: str) -> None:
+    """Raise ``ModelUnavailableError`` unless files hold what their configuration says, as transformers does."""
+    for own, weight in _empty_encoder(config).named_parameters():
+        key = EMBEDDINGS[0] if own in EMBEDDINGS else own
+        if key not in weights.arrays:
+            raise ModelUnavailableError(f"{name} is incomplete: it lacks weights of its encoder, such as {key}.")
+        if (shape := tuple(weights.arrays[key].shape)) != tuple(weight.shape):
+            raise ModelUnavailableError(f"{name}: {key} must be {tuple(weight.shape)} by config.json, got {shape}.")
 
 
 def _folder_of_files(name: str) -> Path | None:
@@ -377,7 +397,7 @@ def _t5_weights(config: Any, arrays: dict[str, Any], name: str) -> T5Weights:
     lacking = [f"encoder.block.{layer}.layer.1.DenseReluDense.wo.weight" for layer in range(dims.encoder_layers)]
     if missing := [key for key in lacking if key not in arrays]:
         raise ModelUnavailableError(f"{name} is incomplete: it lacks weights of its encoder, such as {missing[0]}.")
-    pad = config.pad_token_id or 0
+    pad = as_count(config.pad_token_id or 0, "config.pad_token_id", at_least=0)
     return t5_weights_of(config, arrays, dims, pad_token_id=pad)
 
 

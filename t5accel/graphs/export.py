@@ -185,7 +185,8 @@ def t5_weights(model: PreTrainedModel) -> T5Weights:
 
 def t5_weights_of(config: Any, arrays: Mapping[str, Any], dims: T5Dims, **others: Any) -> T5Weights:
     """A T5's arrays with the constants of its configuration; ``others`` are fields of `T5Weights`."""
-    buckets, reach = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    numbers = ("relative_attention_num_buckets", "relative_attention_max_distance")
+    buckets, reach = (as_count(getattr(config, name), f"config.{name}", at_least=1) for name in numbers)
     if buckets < 4:
         raise NotT5Error(f"relative_attention_num_buckets must be at least 4, got {buckets}.")
     # Up to this distance each has a bucket, and only then do larger ones share the last (`relative_position_bucket`).
@@ -195,7 +196,7 @@ def t5_weights_of(config: Any, arrays: Mapping[str, Any], dims: T5Dims, **others
         arrays=arrays,
         dims=dims,
         activation=config.dense_act_fn,
-        norm_epsilon=config.layer_norm_epsilon,
+        norm_epsilon=float(config.layer_norm_epsilon),
         buckets=buckets,
         max_distance=reach,
         **others,

@@ -20,6 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from t5accel import machine
 from t5accel.errors import ExportError, InputError, ModelUnavailableError, first_line
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "T5ACCEL_CACHE"  # overrides the cache's location
 HASHES = ".hashes.json"
+LARGE = 1 << 20  # bytes
 ENGINES = "tensorrt-"  # prefix of the folders with TensorRT engines
 SETTLED_NS = 2_000_000_000  # the coarsest tick of a file system's clock: younger files may change and keep their times
 # Files beside a model that loading does not read; all others are part of its key.
@@ -200,10 +202,12 @@ def _folder_key(folder: Path, hashes: FileHashes) -> str:
 
 
 def _published_hash(path: Path) -> str | None:
-    """The hash and size of a file in the hub's cache, a link to a file that is named by its hash; else ``None``."""
-    if not path.is_symlink() or (target := path.resolve()).parent.name != "blobs":
+    """Hash and size of a large file in the hub's cache, a link to one that is named by its sha256; else ``None``."""
+    target = path.resolve()
+    if not path.is_symlink() or target.parent.name != "blobs" or not re.fullmatch("[0-9a-f]{64}", target.name):
         return None
-    return f"{target.name} {target.stat().st_size}"
+    size = target.stat().st_size  # a small file is soon hashed, and may have been edited by hand
+    return f"{target.name} {size}" if size >= LARGE else None
 
 
 def _shards(index: Path) -> Iterator[Path]:
@@ -430,5 +434,8 @@ def clear_damaged(folder: Path, hashes: FileHashes) -> None:
 def _delete(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         folder.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(folder)
+        return
+    gone = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")  # so that nobody opens one that is half deleted
+    with suppress(FileNotFoundError):  # another process was faster
+        folder.rename(gone)
+        shutil.rmtree(gone)

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
-from zipfile import is_zipfile
 
 from t5accel.checks import check_file, read_json_object
 from t5accel.errors import (
@@ -33,7 +32,7 @@ from t5accel.models.families import NEAREST, SIZES, family_of, gemma_configs, no
 from t5accel.models.pruned import load_pruned
 from t5accel.models.random_init import RANDOM_SIZES, kind_of, random_model, random_t5
 from t5accel.models.sizes import CLASS_PREFIXES, MAX_LAYERS
-from t5accel.models.stored_weights import weight_files
+from t5accel.models.stored_weights import COMPUTED, check_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,7 +53,6 @@ _INSTEAD = {
     _EXPORT: "{} is an export, which holds no weights for PyTorch: give the model that it was made from.",
 }
 _HEADLESS = re.compile(r"\w+For(?!Conditional)\w+|\w+EncoderModel")  # classes without a language-model head
-_COMPUTED = ("embed_positions.weight", "embed_positions.weights")  # which old checkpoints hold all the same
 
 
 def data_folder() -> Path:
@@ -299,7 +297,7 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
         raise NotT5Error(no_head(f"{where}, a {kind[0]},", config))
     if missing:  # transformers fills them with random numbers and goes on
         raise ModelUnavailableError(f"{where} is incomplete: it lacks {len(missing)} weights, such as {missing[0]}.")
-    if unread := [name for name in unread if not name.endswith(_COMPUTED)]:  # and drops these
+    if unread := [name for name in unread if not name.endswith(COMPUTED)]:  # and drops these
         raise ModelUnavailableError(
             f"{where} holds {len(unread)} weights that a {type(model).__name__} does not have, such as {unread[0]}: "
             "merge adapters into the model first, or save it without them."
@@ -307,81 +305,6 @@ def _from_pretrained(where: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     check_loaded(model, Path(where) if os.path.isdir(where) else hub_snapshot(where), where)
     tokenizer = load_tokenizer(where, **options)
     return model.eval(), tokenizer
-
-
-def check_loaded(model: PreTrainedModel, folder: Path | None, where: str) -> None:
-    """Compare a row of every weight with the files of a folder, and give all stacks the one embedding that they share.
-
-    An untied T5 whose files hold the embedding under a stack's name alone, as MADLAD-400's, gets the head's weights in
-    its place from transformers 5.0 to 5.17. Raises ``ModelUnavailableError`` where weights are read otherwise.
-    """
-    import torch
-
-    loaded, names = model.state_dict(), set()
-    for name, row in _stored_rows(folder) if folder else ():
-        names.add(name)
-        weight = loaded.get(name)
-        if weight is None or not weight.numel() or name.endswith(_COMPUTED):
-            continue
-        if not torch.allclose(_middle_row(weight), row.to(weight.dtype), rtol=0, atol=0, equal_nan=True):
-            raise _misread(where, name)
-    # transformers 4 drops a head that its configuration ties away, and 5 uses it. 5 itself saves untied T5s as tied.
-    asked = read_json_object(folder / "config.json", ModelUnavailableError) if "lm_head.weight" in names else {}
-    by_5 = str(asked.get("transformers_version", "4")) >= "5"
-    if asked and not by_5 and asked.get("tie_word_embeddings", True):
-        embedding = model.get_decoder().embed_tokens.weight
-        if model.lm_head.weight is not embedding and not torch.equal(model.lm_head.weight, embedding):
-            raise _misread(where, "lm_head.weight")
-    prefix, body = ("", model) if hasattr(model, "shared") else ("model.", getattr(model, "model", None))
-    if not hasattr(body, "shared") or not getattr(model.config, "share_encoder_decoder_embeddings", True):
-        return
-    parts = {"shared": body.shared, "encoder.embed_tokens": body.encoder.embed_tokens,
-             "decoder.embed_tokens": body.decoder.embed_tokens}  # fmt: skip
-    held = [part for name, part in parts.items() if f"{prefix}{name}.weight" in names]
-    if not held:  # they are the head's
-        return
-    right = held[0].weight
-    for part in parts.values():
-        if part.weight is right or torch.equal(part.weight, right):
-            continue
-        if part in held:
-            raise ModelUnavailableError(f"{where} must hold one embedding for encoder and decoder, got two.")
-        if model.lm_head.weight is part.weight and "lm_head.weight" not in names:
-            model.lm_head.weight = right
-        part.weight = right
-
-
-def _misread(where: str, name: str) -> ModelUnavailableError:
-    import transformers
-
-    return ModelUnavailableError(
-        f"{where}: the files hold a {name} that transformers {transformers.__version__} does not read as they say. If "
-        "config.json ties it to another weight, make both equal or set tie_word_embeddings to false; else install "
-        "another release of transformers."
-    )
-
-
-def _stored_rows(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Name and middle row of every weight in the files of a folder that transformers reads."""
-    import torch
-    from safetensors import safe_open
-
-    for path in weight_files(folder):
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as stored:
-                for name in stored.keys():  # noqa: SIM118  # it is no dict
-                    part = stored.get_slice(name)
-                    shape = part.get_shape()
-                    if 0 not in shape:
-                        yield name, part[shape[0] // 2] if shape else stored.get_tensor(name)
-            continue
-        # Files of before torch 1.6 are no archives.
-        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-        yield from ((name, _middle_row(weight)) for name, weight in weights.items() if weight.numel())
-
-
-def _middle_row(weight: Any) -> Any:
-    return weight[len(weight) // 2] if weight.dim() else weight
 
 
 def has_weights(folder: Path) -> bool:

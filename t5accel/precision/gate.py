@@ -17,7 +17,7 @@ from typing import Any
 from t5accel import machine
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.backends.ort_static import OrtStatic
-from t5accel.checks import as_count
+from t5accel.checks import as_count, is_number
 from t5accel.decoding.backend import Backend
 from t5accel.distillation.batches import Rows, read_examples
 from t5accel.errors import GateError, InputError
@@ -102,7 +102,7 @@ def quantize(
     source, recipe = Fp32Export.read(folder), as_integer_recipe(recipe)
     target = source.target(out)
     require_free(target, source.manifest.source["name"], recipe.name, overwrite=overwrite)
-    limits = _limits(max_loss)
+    limits = checked_limits(max_loss)
     order = list(groups or ())
     recipe.without(order, instead=instead)  # refuses unknown groups before anything is scored
     baseline = _scores(score, source.folder, limits)
@@ -160,16 +160,18 @@ def _failure(recipe: Recipe, attempts: list[Attempt], limits: Mapping[str, float
     )
 
 
-def _limits(max_loss: Mapping[str, float]) -> dict[str, float]:
+def checked_limits(max_loss: Mapping[str, float]) -> dict[str, float]:
+    """The limits; raises ``InputError`` unless they are finite numbers by name."""
     good = isinstance(max_loss, Mapping) and max_loss
-    if not good or not all(isinstance(value, int | float) and math.isfinite(value) for value in max_loss.values()):
+    if not good or not all(is_number(value) and math.isfinite(value) for value in max_loss.values()):
         raise InputError(f"max_loss must map scores to what each may lose, {{'bleu': 0.5}}, got {max_loss!r}.")
-    return dict(max_loss)
+    return {name: float(value) for name, value in max_loss.items()}
 
 
 def _scores(score: Score, folder: Path, limits: Mapping[str, float]) -> dict[str, float]:
     scores = score(folder)
-    if not isinstance(scores, Mapping) or not limits.keys() <= scores.keys():
+    numbers = isinstance(scores, Mapping) and all(map(is_number, scores.values()))
+    if not numbers or not limits.keys() <= scores.keys():
         raise InputError(f"score must return {', '.join(limits)}, which max_loss names, got {scores!r:.200}.")
     return {name: float(value) for name, value in scores.items()}
 

@@ -1,6 +1,7 @@
 """The one-liner: from any kind of model to the same answers, faster."""
 
 import copy
+import json
 import subprocess
 import sys
 from functools import partial
@@ -15,7 +16,15 @@ import t5accel
 from t5accel.api import _choose_runtime, accelerate, open_backend
 from t5accel.backends.model_defaults import by_defaults
 from t5accel.decoding.greedy_search import greedy
-from t5accel.errors import ExportError, InputError, MissingPackageError, NotT5Error, UnknownModelError, install
+from t5accel.errors import (
+    ExportError,
+    InputError,
+    MissingPackageError,
+    ModelUnavailableError,
+    NotT5Error,
+    UnknownModelError,
+    install,
+)
 from t5accel.graphs.export import export_model
 from t5accel.graphs.export_cache import list_exports
 from t5accel.parity import assert_varied
@@ -83,6 +92,17 @@ def test_settings_of_a_model_that_no_file_can_hold_are_refused(tiny_t5, value) -
         accelerate(model, progress=False)
 
 
+@pytest.mark.parametrize("values", [{"suppress_tokens": "5"}, {"length_penalty": "a"}, {"bad_words_ids": [5]}], ids=str)
+def test_settings_of_another_kind_are_refused(tiny_t5, tmp_path: Path, values) -> None:
+    tiny_t5().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    with pytest.raises((InputError, ModelUnavailableError), match="generation_config|bad_words_ids|suppress_tokens"):
+        accelerate(tmp_path, progress=False)
+    (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "max_le')
+    with pytest.raises(ModelUnavailableError, match="generation_config.json"):
+        accelerate(tmp_path, progress=False)
+
+
 def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     refused(accelerate, "model", None, 7, torch.ones(2), {"a": 1}, match="^model (is|must be)")
     refused(partial(accelerate, progress=False), "model", torch.nn.Linear(2, 2), match="", error=NotT5Error)
@@ -93,6 +113,8 @@ def test_bad_arguments_are_refused(tiny_t5, tmp_path: Path) -> None:
     refused(call, "device", "cpu:1", "cuda:x", None, torch.device("meta"), match="^device ")
     refused(call, "precision", torch.int8, torch.float64, match="^precision")
     refused(call, "threads", 0, match="threads")
+    for runtime in ("onnx", "torch"):
+        refused(partial(call, runtime=runtime), "tokenizer", "mini", match="^tokenizer must be")
     refused(call, "runtime", "onyx", match="^runtime must be")
     refused(call, "runtime", "tensorrt", match="^device must be 'cuda'")
     refused(partial(call, runtime="openvino"), "precision", "int8", match="runtime='openvino'")

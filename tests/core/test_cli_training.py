@@ -192,6 +192,7 @@ def test_distill_refuses_what_it_cannot_do_and_writes_nothing(teacher, data, dev
         "--loss": ("--loss", "magic"), "layers": ("--layers", "0,3"),
         "got (2, 0)": ("--layers", "2,0", "--loss", "sequence"), "'first'": ("--layers", "first"),
         "leave --decoder-layers out": ("--layers", "0,1", "--decoder-layers", 2),
+        "--layers must be numbers": ("--layers", ""), "seed must be below 2**32": ("--seed", 10**20),
         "got 4": ("--decoder-layers", 4), "got 0": ("--decoder-layers", 0),
         "metric must": ("--eval", dev, "--metric", "luck"), "give --eval FILE": ("--metric", "bleu"),
         "more than 5": ("--longest", 5), "--weight is given 2 times": ("--weight", 1, "--weight", 1),
@@ -261,5 +262,11 @@ def test_prune_refuses_what_it_cannot_do_and_writes_nothing(teacher: Path, stran
     assert "texts of the teacher" in refused(*options, "--loss", "sequence", "--importance", "magnitude")
     assert "'nope'" in refused(*options, "--teacher", "nope")
     assert "vocab_size must be the same" in refused(*options, "--teacher", stranger)
+    shutil.copytree(teacher, other := tmp_path / "other")
+    words = json.loads((other / "tokenizer.json").read_text())
+    pieces = words["model"]["vocab"]
+    pieces[10][0], pieces[11][0] = pieces[11][0], pieces[10][0]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    assert "--teacher must have the tokenizer of" in refused(*options, "--teacher", other)
     assert call(*options, "--device", "abacus").exit_code == 2
     assert not out.exists()

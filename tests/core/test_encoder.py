@@ -31,6 +31,7 @@ from t5accel.precision.source_export import Fp32Export
 
 TEXTS = ["I am tired.", "The house is small and old.", "No", "Where is my bag, and where is yours?"]
 FIRST = "encoder.block.1.layer"
+BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 KINDS = [("t5", {}), ("t5", GATED), ("mt5", GATED), ("umt5", GATED)]
 SMALL = dict(
     d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=2,
@@ -169,7 +170,10 @@ def test_an_embedding_under_the_decoders_name_alone_is_the_encoders(tmp_path):
     [
         (lambda weights: weights.pop("shared.weight"), ModelUnavailableError, "lacks its embedding"),
         (lambda weights: weights.pop(f"{FIRST}.1.DenseReluDense.wo.weight"), ModelUnavailableError, "lacks"),
-        (lambda weights: weights.pop(f"{FIRST}.0.SelfAttention.q.weight"), NotT5Error, "must have the weight"),
+        (lambda weights: weights.pop(f"{FIRST}.0.SelfAttention.q.weight"), ModelUnavailableError, "lacks"),
+        (lambda weights: weights.update({"shared.weight": torch.ones(290, 32)}), ModelUnavailableError,
+         r"shared.weight must be \(300, 32\) by config.json, got \(290, 32\)"),
+        (lambda weights: weights.update({BIAS: torch.ones(16, 4)}), ModelUnavailableError, r"must be \(32, 4\) by"),
         (lambda weights: weights.update({"encoder.adapter": torch.ones(3)}), NotT5Error, "encoder.adapter"),
         (lambda weights: weights.update({"shared.weight": torch.ones(300, 32).char()}), ModelUnavailableError,
          "got I8"),
@@ -185,6 +189,23 @@ def test_files_that_are_no_whole_encoder_leave_nothing_behind(tmp_path, change, 
     with pytest.raises(kind, match=sentence):
         export_encoder(tmp_path / "model", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "value", "kind", "sentence"), [
+    ("model_type", "umt5", ModelUnavailableError, "lacks weights of its encoder"),
+    ("feed_forward_proj", "gated-gelu", ModelUnavailableError, "lacks weights of its encoder"),
+    ("transformers_weights", "other.safetensors", ModelUnavailableError, "transformers_weights must be left out"),
+    ("relative_attention_max_distance", "64", InputError, "must be an integer"),
+    ("pad_token_id", -1, InputError, "pad_token_id must be"),
+])  # fmt: skip
+def test_a_configuration_of_another_encoder_is_refused(tmp_path, name, value, kind, sentence):
+    random_t5(TINY).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {name: value}
+    if name == "feed_forward_proj":
+        config = {key: one for key, one in config.items() if key not in ("dense_act_fn", "is_gated_act")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((kind, ModelUnavailableError), match=f"{sentence}|{name}"):
+        AcceleratedEncoder.from_pretrained(tmp_path, progress=False)
 
 
 def test_a_damaged_file_is_reported(tmp_path):
@@ -320,7 +341,8 @@ def test_a_gate_refuses_what_loses_too_much_and_writes_nothing(tmp_path):
     with pytest.raises(GateError, match="cosine .* \\(allowed 0.1\\)"):
         quantize_encoder("mini", tmp_path / "int4", "int4", texts=TEXTS, max_loss={"cosine": 0.1})
     assert not (tmp_path / "int4").exists()
-    for wrong in (dict(max_loss={"bleu": 1}), dict(max_loss={}), dict(max_loss={"cosine": 1}, texts=["one"])):
+    limits = ({"bleu": 1}, {}, {"cosine": "1"}, {"cosine": float("nan")}, 0.5, ["cosine"])
+    for wrong in (*(dict(max_loss=each) for each in limits), dict(max_loss={"cosine": 1}, texts=["one"])):
         with pytest.raises(InputError, match="must"):
             quantize_encoder("mini", tmp_path / "out", **dict(texts=TEXTS) | wrong)
 

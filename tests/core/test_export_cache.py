@@ -299,12 +299,32 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline) -> Path:
 
 
 def test_a_published_model_is_neither_loaded_nor_hashed_again(tiny_t5, hub: Path, hashed, monkeypatch) -> None:
+    monkeypatch.setattr(module, "LARGE", 0)
     publish(hub, "google-t5/t5-small", tiny_t5(), "1" * 40)
     first = [cached_export("google-t5/t5-small", precision=name) for name in ("fp32", "int8")]
     assert first[0].name.startswith("t5-small-fp32-") and hashed == [], "the hub's cache knows their hashes"
     forbid(monkeypatch)
     assert [cached_export("google-t5/t5-small", precision=name) for name in ("fp32", "int8")] == first
     assert cached_export("t5-small") == first[0] and hashed == []
+
+
+def test_a_file_that_was_edited_in_the_hub_s_cache_is_another_model(tiny_t5, hub: Path, tmp_path: Path) -> None:
+    publish(hub, "google-t5/t5-small", tiny_t5(), "1" * 40)
+    first = cached_export("google-t5/t5-small")
+    (settings,) = hub.rglob("snapshots/*/generation_config.json")
+    content = settings.read_text().replace("{", '{"num_beams": 4, ', 1)
+    settings.write_text(content)
+    assert open_backend("google-t5/t5-small", progress=False)[0].rules.num_beams == 4
+    assert cached_export("google-t5/t5-small") != first
+    linked = tmp_path / "linked"  # a folder called blobs need not be the hub's
+    tiny_t5().save_pretrained(linked)
+    (tmp_path / "blobs").mkdir()
+    (linked / "model.safetensors").rename(weights := tmp_path / "blobs" / "latest")
+    (linked / "model.safetensors").symlink_to(weights)
+    first = cached_export(str(linked))
+    tiny_t5(seed=5).save_pretrained(tmp_path / "others")
+    shutil.copyfile(tmp_path / "others" / "model.safetensors", weights)
+    assert cached_export(str(linked)) != first
 
 
 def test_another_commit_is_another_model_unless_its_files_are_the_same(tiny_t5, hub: Path) -> None:

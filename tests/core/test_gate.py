@@ -519,14 +519,14 @@ def test_limits_scores_and_groups_that_are_none(fp32, temporary: Path, tmp_path:
     """Whatever is wrong, nothing is written; wrong limits and groups are noticed before anything is scored."""
     call = partial(quantize, fp32(), tmp_path / "new", "int8")
     score = Sensitive()
-    junk = (None, {}, 0.5, {"bleu": "1"}, {"bleu": float("nan")})
+    junk = (None, {}, 0.5, {"bleu": "1"}, {"bleu": float("nan")}, {"bleu": True})
     refused(partial(call, score=score), "max_loss", *junk, match="^max_loss")
     call = partial(call, max_loss={"bleu": 1})
     for groups in (["lm head"], ["lm_head", "lm head"]):
         refused(partial(call, score=score), "groups", groups, match="lm head")
     assert not score.asked
     refused(partial(call, score=Sensitive("lm_head")), "groups", ["lm head"], match="lm head")
-    scores = (None, {"rougeL": 1.0}, [("bleu", 1.0)])
+    scores = (None, {"rougeL": 1.0}, [("bleu", 1.0)], {"bleu": None}, {"bleu": "43"})
     refused(call, "score", *(lambda _, found=found: found for found in scores), match="max_loss")
     values = iter([30.0, float("nan")])
     refused(call, "score", lambda _: {"bleu": next(values)}, match="lost bleu nan", error=GateError)
