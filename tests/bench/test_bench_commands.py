@@ -53,6 +53,8 @@ REFUSED = {
     "advise --task poems": "--task ", "advise --matters speed": "matters ",
     "advise --batch 0": "batch", "advise --max-loss little": "bleu=0.5, got 'little'",
     "advise --max-loss chrf=1": "--max-loss ", "advise --model nope": "'nope'",
+    "advise --task questions --max-loss bleu=1": "--max-loss must be numbers of 0 or more for exact_match, ",
+    "triton --out x --window-ms -5": "--window-ms must be a number of 0 or more, got -5.0",
     "advise --results nowhere.json": "nowhere.json", "course --notebooks . --out x": "No numbered notebook",
     "evaluate --model nope": "'nope'", "evaluate --data x --limit 1": "Leave --limit",
     "evaluate --metric bleu": "--metric is for the rows of --data",
@@ -156,14 +158,14 @@ def test_advise_passes_every_option_on_and_prints_the_advice(monkeypatch, tmp_pa
     monkeypatch.setattr(bench.advise, "recommend", advise)
     result = call(
         "advise", "--model", "me/mine", "--task", "questions", "--matters", "throughput", "--batch", 3, "--beams", 2,
-        "--source-tokens", 5, "--new-tokens", 6, "--max-loss", "exact_match=0.5", "--max-loss", "bleu=2", "--device",
-        "cuda", "--threads", 7, "--results", tmp_path, "--results", "mine.json", "--explain",
+        "--source-tokens", 5, "--new-tokens", 6, "--max-loss", "exact_match=0.5", "--device", "cuda",
+        "--threads", 7, "--results", tmp_path, "--results", "mine.json", "--explain",
     )  # fmt: skip
     assert result.exit_code == 0 and result.stdout.startswith("me/mine, questions, for throughput: batch 3, 2 beams")
-    limits = {"exact_match": 0.5, "bleu": 2.0}
-    need = Need("me/mine", "questions", "throughput", 3, 2, 5, 6, limits, "cuda", 7)
+    need = Need("me/mine", "questions", "throughput", 3, 2, 5, 6, {"exact_match": 0.5}, "cuda", 7)
     assert calls == [(need, [tmp_path, Path("mine.json")])]
-    assert call("advise").exit_code == 0 and calls[1] == (Need(), [])
+    assert call("advise", "--max-loss", "exact_match=0.5", "--max-loss", "bleu=2").exit_code == 0
+    assert calls[1] == (Need(max_loss={"exact_match": 0.5, "bleu": 2.0}), [])
     monkeypatch.undo()
     long = call("advise", "--task", "translation", "--explain")
     assert 'model = accelerate("mini"' in long.stdout
