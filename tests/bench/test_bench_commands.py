@@ -37,6 +37,7 @@ def test_usage_errors_and_help(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     below_one = ("board", "advise", "evaluate", "triton --out x")
     for line in ("boards", "evaluate --limit 0", "triton --out x --precision bf16", "load http://a --clients 0",
+                 "evaluate --limit 1 --json .",
                  *(f"board --{option} many" for option in COUNTS),
                  *(f"{command} --threads 0" for command in below_one)):  # fmt: skip
         assert call(*line.split()).exit_code == 2, line
@@ -137,14 +138,20 @@ def test_a_board_is_shown_beside_the_same_board_of_another_machine_or_refused_be
     assert all(line.endswith(f"{per_token:.2f}  3.00x  (2.00–4.00)") for line in shown[5:-1])
     measured.clear()
     assert "has no board of model" in refused("board", *alike, "--batch", 5, "--compare", there)
-    there.write_text('{"rows": []}', encoding="utf-8")
-    assert "--compare must be a file" in refused("board", *alike, "--compare", there) and not measured
+    untimed = [{key: value for key, value in row.items() if key != "latency_s"} for row in rows]
+    for content in ({"rows": []}, *(about | {"rows": bad} for bad in ([1], {"a": 1}, untimed))):
+        there.write_text(json.dumps(content), encoding="utf-8")
+        assert "--compare must be a file" in refused("board", *alike, "--compare", there) and not measured
+    for option in ("--json", "--plot"):
+        assert call("board", option, tmp_path).exit_code == 2 and not measured
+    assert "--plot must be a file with the ending of a picture" in refused("board", "--plot", "x.xyz") and not measured
 
 
-def test_what_was_measured_is_not_lost_where_it_cannot_be_drawn(measured, tmp_path):
-    result = call("board", "--json", tmp_path / "rows.json", "--plot", tmp_path / "board.xyz")
-    assert result.exit_code == 2 and "board.xyz" in said(result)[-1]
-    assert result.stdout == board(ROWS) + "\n"
+@pytest.mark.parametrize("broken", ["board", "plot_board"])
+def test_what_was_measured_is_not_lost_where_it_cannot_be_shown(measured, tmp_path, monkeypatch, broken):
+    monkeypatch.setattr(f"bench.figures.{broken}", lambda *_: 1 / 0)
+    result = call("board", "--json", tmp_path / "rows.json", "--plot", tmp_path / "board.png")
+    assert result.exit_code == 1 and "ZeroDivisionError" in said(result)[-1]
     assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"] == ROWS
 
 
