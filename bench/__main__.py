@@ -31,8 +31,10 @@ app = command_line("Measure T5-like models, and what serves them. `python -m ben
 @app.command()
 def board(
     model: AnyModelOption = "mini",
-    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the picture to this file (.png, .svg).")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.", dir_okay=False)] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write the picture to this file (.png, .svg).", dir_okay=False)
+    ] = None,
     batch: Annotated[int, typer.Option(help="Texts that are answered at once.")] = 1,
     source_tokens: Annotated[int, typer.Option(help="The exact number of tokens of each source.")] = 64,
     new_tokens: Annotated[
@@ -63,6 +65,8 @@ def board(
     from bench.scoreboard import Forced, RecordedBoard, bench
     from bench.systems import select_systems
 
+    if plot and plot.suffix[1:].lower() not in draw.blank_figure(1, 1).canvas.get_supported_filetypes():
+        raise InputError(f"plot must be a file with the ending of a picture, such as .png, got {plot}.")
     chosen, rows = select_systems(technique or [], model=model), []
     jobs = [Forced(new_tokens=count, source_tokens=source_tokens, batch=batch) for count in new_tokens]
     others = [RecordedBoard(compare, model, job) if compare else None for job in jobs]  # refused before the slow part
@@ -72,6 +76,9 @@ def board(
                 model, job, systems=chosen, rounds=rounds, threads=threads, limit=quality_limit,
                 peak_memory=peak_memory, progress=True,
             )  # fmt: skip
+        rows += found
+        if json:  # after each length, so that an interrupted run keeps what it has
+            write_rows(json, rows, command=" ".join(["python -m bench", *sys.argv[1:]]))
         typer.echo(draw.board(found))
         if other:
             typer.echo(f"\n{other.beside(found)}")
@@ -80,9 +87,6 @@ def board(
                 f"Warning: the rounds of {', '.join(scattered)} differ widely (column range). Measure again on a quiet "
                 "machine, or with more --rounds.", err=True,
             )  # fmt: skip
-        rows += found
-        if json:  # after each length, so that an interrupted run keeps what it has
-            write_rows(json, rows, command=" ".join(["python -m bench", *sys.argv[1:]]))
     if plot:
         draw.plot_board(found, plot)
 
@@ -132,7 +136,7 @@ def evaluate(
     metric: Annotated[
         list[str] | None, typer.Option(help="With --data: bleu, chrf, rougeL or exact_match. Default: all of them.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file.", dir_okay=False)] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Rows of the bundled sets in each length bucket or half. Default: all.")
     ] = None,

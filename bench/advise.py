@@ -73,15 +73,18 @@ class Need:
         for name in (*WORK, *(["threads"] if self.threads is not None else [])):
             object.__setattr__(self, name, as_count(getattr(self, name), name, at_least=1))
         for name, value in self.max_loss.items():
-            if name not in METRICS.values() or not (math.isfinite(value) and value >= 0):
-                names = ", ".join(LABELS)
+            if name not in self._scores or not (math.isfinite(value) and value >= 0):
+                names = ", ".join(self._scores)
                 raise InputError(f"max_loss must be numbers of 0 or more for {names}, got {self.max_loss!r}.")
+
+    @property
+    def _scores(self) -> list[str]:
+        return [score for task, score in METRICS.items() if self.task in (None, task)]
 
     @property
     def limits(self) -> dict[str, float]:
         """The most points that each score of the task may lose."""
-        names = METRICS.values() if self.task is None else [METRICS[self.task]]
-        return dict(self.max_loss) or dict.fromkeys(names, 0.0 if self.matters == "quality" else USUAL_LOSS)
+        return dict.fromkeys(self._scores, 0.0 if self.matters == "quality" else USUAL_LOSS) | dict(self.max_loss)
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ def _recorded(places: Iterable[str | os.PathLike[str]]) -> Iterator[Found]:
         for file in sorted(place.glob("*.json")) if place.is_dir() else [place]:
             try:
                 content = read_json_object(file, InputError)
-                for number, row in enumerate(content["rows"]):
+                for number, row in enumerate([*map(dict, content["rows"])]):  # what is no row is an error here
                     yield Found(row, file.name, number, content)
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"results must be files that `python -m bench board` writes, got {file}.") from error

@@ -47,7 +47,8 @@ def run_comparison(
         entries: the first one is the reference.
         work: what each run does. Where its length is forced, every run is checked against it. At natural length its
             ``new_tokens`` are the most of an answer; whole answers are compared, and tokens counted.
-        atol: the most that an exact output may differ from the reference's; ``None``: outputs are not compared.
+        atol: the most that an exact output, the first or the last one, may differ from the reference's; ``None``:
+            outputs are not compared.
         keep_going: an entry that fails, or is not equal, has a row with ``failed`` and no time, and the others go on.
         seconds: the most time for all of this: it sets the rounds. Without time for `FEWEST_ROUNDS`, no row.
         synchronize: runs before the clock starts and before it stops, such as ``torch.cuda.synchronize``.
@@ -108,12 +109,19 @@ def run_comparison(
         if rounds < FEWEST_ROUNDS:
             return []
     if len(runs) > 1:
-        _timed(rows, runs, attempt, work, rounds, synchronize, on_run, tokens=atol is not None)
+        exact = {entry.name: entry.exact for entry in entries}
+
+        def again(name: str, output: Any) -> None:
+            _compared(output, expected, work, exact=exact[name], atol=atol, first=False)
+
+        _timed(rows, runs, attempt, work, rounds, synchronize, on_run, check=None if atol is None else again)
     return list(rows.values())
 
 
 def _compared(output: Any, expected: Any, work: Work, *, exact: bool, atol: float, first: bool) -> Row:
-    tokens = np.issubdtype(np.asarray(output).dtype, np.integer)
+    tokens = _are_tokens(output)
+    if not tokens and _are_tokens(expected):
+        raise InputError(f"Its output must be tokens, as the reference's is, got {output!r:.80}.")
     if first and tokens:  # forced to go on, a row alone may repeat itself; short answers vary from text to text
         assert_varied(expected if work.forced_length else expected.reshape(1, -1))
     if tokens and not work.forced_length:  # the shorter one is filled up with zeros, the padding token of every T5
@@ -131,13 +139,20 @@ def _compared(output: Any, expected: Any, work: Work, *, exact: bool, atol: floa
     return {"equal": equal, "of": len(expected), "new_tokens": int(np.count_nonzero(output))}
 
 
+def _are_tokens(output: Any) -> bool:
+    return np.issubdtype(np.asarray(output).dtype, np.integer)
+
+
 def _timed(
     rows: dict[str, Row], runs: Mapping[str, Callable[[], Any]], attempt: Callable[..., Any], work: Work, rounds: int,
-    synchronize: Callable[[], Any] | None, on_run: Callable[[str], Any] | None, tokens: bool,
+    synchronize: Callable[[], Any] | None, on_run: Callable[[str], Any] | None,
+    check: Callable[[str, Any], None] | None,
 ) -> None:  # fmt: skip
+    last: dict[str, Any] = {}
+
     def once(name: str) -> Work | None:
-        output = attempt(name, runs[name]) if name in runs else None
-        if not (work.forced_length and tokens and np.issubdtype(np.asarray(output).dtype, np.integer)):
+        output = last[name] = attempt(name, runs[name]) if name in runs else None
+        if not (work.forced_length and check and _are_tokens(output)):
             return None
         return replace(work, batch=len(output), new_tokens=output.shape[1])
 
@@ -145,6 +160,8 @@ def _timed(
     timed = compare(*(Candidate(name, partial(once, name), work) for name in runs), warmup=0, rounds=rounds,
                     synchronize=synchronize, on_sample=on_run)  # fmt: skip
     reference = next(iter(timed.latencies.values()))
+    for name in [*runs] if check else []:  # an output may change after the first, and comparing takes time
+        attempt(name, partial(check, name, last[name]))
     for name in runs:
         row, latency = rows[name], timed.latencies[name]
         row |= {"latency_s": list(latency.samples_s), **ratio(reference.samples_s, latency.samples_s)}

@@ -238,8 +238,11 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], *, command: str, **more: Any) -> None:
@@ -248,10 +251,17 @@ def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], 
     write_json(path, {**content, "rows": [checked(row) for row in rows]})
 
 
+def file_path(text: str) -> Path:
+    """The ``type`` of an option that names a file to write: a folder is refused before anything is measured."""
+    if os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"must be a file, got the folder {text}.")
+    return Path(text)
+
+
 def record_parser(description: str, *, rounds: int | None = None) -> argparse.ArgumentParser:
     """A parser of a recording program: ``--json`` and, with a default, ``--rounds``."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    parser.add_argument("--json", type=file_path, required=True, help="where the rows go")
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, help=f"of the interleaved timing ({rounds})")
     return parser

@@ -326,17 +326,18 @@ class RecordedBoard:
                   "new_tokens": job.new_tokens, "reference": CPU_REFERENCE}  # fmt: skip
         try:
             self.machine = f"{content['machine']['cpu']}, {content['date']}"
-            self.rows = {row["system"]: row for row in filter_rows(content["rows"], **wanted) if "ratio" in row}
-        except (KeyError, TypeError) as error:
+            known = [row for row in filter_rows(content["rows"], **wanted) if "ratio" in row]
+            self.cells = {row["system"]: _time_and_ratio(row) for row in known}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"--compare must be a file that `board --json` wrote, got {path}.") from error
-        if not self.rows:
+        if not self.cells:
             raise InputError(f"{path} has no board of {', '.join(f'{key} {value}' for key, value in wanted.items())}.")
 
     def beside(self, rows: Sequence[Row]) -> str:
         """Time a token and ratio to the reference, here and there, of every system that both have."""
         lines = [
-            [row["system"], *_time_and_ratio(row), *_time_and_ratio(self.rows[row["system"]])]
-            for row in rows if row["system"] in self.rows
+            [row["system"], *_time_and_ratio(row), *self.cells[row["system"]]]
+            for row in rows if row["system"] in self.cells
         ]  # fmt: skip
         head = ["technique", "ms/token", "ratio", "(min–max)", "there", "ratio", "(min–max)"]
         return "\n".join([f"Beside {self.machine}:", *format_table([head, *lines], rule=True)])

@@ -40,7 +40,7 @@ def task_states(
     """
     paths = notebooks_in(notebooks)
     for number in numbers:
-        if not any(path.name.startswith(f"{number}_") for path in paths):
+        if number not in {path.name[:2] for path in paths}:
             raise InputError(f"A number must be that of a notebook in {notebooks}, such as 00, got {number}.")
     chosen = [path for path in paths if not numbers or path.name[:2] in numbers]
     states, compared = [], True

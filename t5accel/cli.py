@@ -98,6 +98,8 @@ def run(
     from t5accel.models.prefixes import Languages, prefix_hint, prefixes_of
     from t5accel.tokenization import text_to_text
 
+    if text == "-" and sys.stdin is None:
+        raise InputError("Standard input must be open, got a closed one. Give a text in place of -.")
     require_tokenizer(model)
     backend, tokenizer, with_what = open_backend(
         model, precision=precision and precision.value, runtime=runtime and runtime.value, device=device.value,
@@ -267,7 +269,7 @@ def clear_cache(
     from t5accel.graphs.export_cache import clear_exports, list_exports
 
     if not names and not yes and (found := list_exports()):
-        if not sys.stdin.isatty():
+        if sys.stdin is None or not sys.stdin.isatty():
             raise InputError(
                 "Without a terminal, cache clear deletes only what is named. Give names, or --yes for all."
             )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 
@@ -37,10 +38,10 @@ class Check:
 
 def _package(module: str, distribution: str, needed_for: str, extra: str = "", *, required: bool = False) -> Check:
     if find_spec(module) is not None:
-        try:
-            return Check(distribution, True, metadata.version(distribution), needed_for)
-        except metadata.PackageNotFoundError:
-            return Check(distribution, True, "present", needed_for)
+        found = None
+        with suppress(Exception):  # a source tree has no version, nor has a damaged installation
+            found = metadata.version(distribution)
+        return Check(distribution, True, found or "present", needed_for)
     remedy = install(extra) if extra else f"pip install {distribution}"
     return Check(distribution, False if required else None, "missing", needed_for, remedy)
 
@@ -82,7 +83,7 @@ def _onnxruntime() -> Check:
         optional = None if find_spec("torch") else False
         return Check("onnxruntime", optional, "missing", needed_for, f"{install('cpu')} (or [gpu])")
     ((name, version),) = installed.items()
-    return Check("onnxruntime", True, f"{name} {version}", needed_for)
+    return Check("onnxruntime", True, f"{name} {version or 'present'}", needed_for)
 
 
 def _bundled_model() -> Check:
@@ -135,16 +136,26 @@ def _cache() -> Check:
         folder = cache_folder()
     except InputError:
         return Check("cache", False, "no home directory", needed_for, remedy)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    there = next(path for path in (folder, *folder.parents) if not _is_missing(path))
+    writable = os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
     return Check("cache", writable, str(folder), needed_for, remedy)
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        os.lstat(path)
+    except OSError as error:  # others, as of a name too long, show that it cannot be made either
+        return isinstance(error, FileNotFoundError)
+    return False
 
 
 def _node() -> Check:
     needed_for, remedy = "the web page", "install Node.js 20.11 or newer"
     if (node := shutil.which("node")) is None:
         return Check("node", None, "missing", needed_for, remedy)
-    found = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip()
+    found = ""
+    with suppress(OSError, ValueError):  # no program, or no text
+        found = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip()
     new_enough = [int(number) for number in re.findall(r"\d+", found)[:2]] >= [20, 11]
     return Check("node", True if new_enough else None, found or "does not run", needed_for, remedy)
 
@@ -190,7 +201,16 @@ def diagnose() -> list[Check]:
     >>> [check.name for check in diagnose()][:2]
     ['t5accel', 'python']
     """
-    return [check() for check in CHECKS]
+    return [_reported(check) for check in CHECKS]
+
+
+def _reported(check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:  # of a library that is damaged in a way of its own
+        name = check.args[:2][-1] if isinstance(check, partial) else check.__name__.strip("_").replace("_", " ")
+        found = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Check(name, False, found, "a sound installation", "install it again")
 
 
 def report(checks: list[Check]) -> str:

@@ -34,7 +34,7 @@ from bench.peers import (
     peer_results,
     table,
 )
-from bench.results import Row, environment, rows_so_far, write_rows
+from bench.results import Row, environment, file_path, rows_so_far, write_rows
 from t5accel import machine
 from t5accel.errors import InputError, PeerError
 from t5accel.models.families import BEYOND_T5, family_of
@@ -119,7 +119,7 @@ def main() -> None:
     """Start every system, measure cell by cell, and show how we stand."""
     parser = argparse.ArgumentParser(description="Measure our engine beside its peers.")
     parser.add_argument("--grid", choices=GRIDS, default="cpu", help="which models, cells and systems (cpu)")
-    parser.add_argument("--json", type=Path, help="where the rows go (build/peers/peers-GRID.json)")
+    parser.add_argument("--json", type=file_path, help="where the rows go (build/peers/peers-GRID.json)")
     parser.add_argument("--build", type=Path, default=ROOT / "build/peers", help="environments and converted models")
     parser.add_argument("--quick", action="store_true", help="a corner of the grid, a few minutes")
     parser.add_argument("--cell", help="one cell alone: its batch, source tokens and beams, as in 32,512,4")

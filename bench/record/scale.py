@@ -13,7 +13,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.results import Row, environment, rows_so_far, write_rows
+from bench.results import Row, environment, file_path, rows_so_far, write_rows
 from bench.scale import Failures, Pace, costs, knee, knees_table, measured_pace, measured_speeds, speeds
 from bench.serving.rates import LONG, SHARE_LONG, SHORT
 from t5accel import machine
@@ -48,7 +48,7 @@ def drawn(page: str) -> str:
 def main() -> None:
     """Measure and simulate, or draw the page."""
     parser = argparse.ArgumentParser(description="Measure a pace, simulate many replicas, draw the page on scale.")
-    parser.add_argument("--json", type=Path, help="where the rows go; called again at the same commit, it goes on")
+    parser.add_argument("--json", type=file_path, help="where the rows go; called again at the same commit, it goes on")
     parser.add_argument("--page", type=Path, help="whose tables are drawn from what is recorded")
     args = parser.parse_args()
     if args.json:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from bench.evaluation import rows as eval_rows
 from bench.evaluation import source_text
 from bench.harness import error_line
-from bench.results import Row, environment, filter_rows, rows_so_far, write_rows
+from bench.results import Row, environment, file_path, filter_rows, rows_so_far, write_rows
 from bench.serving.fuzz import fuzz_server
 from bench.serving.load import ask
 from bench.serving.rates import (
@@ -387,7 +387,7 @@ def measure(of_model: Measuring, rows: list[Row], keep: Callable[[], None], ends
 def main() -> None:
     """Measure what is not measured yet, and print a line for each server."""
     parser = argparse.ArgumentParser(description="Put load on our server and on others.")
-    parser.add_argument("--json", type=Path, default=ROOT / "build/serving/serving.json", help="where the rows go")
+    parser.add_argument("--json", type=file_path, default=ROOT / "build/serving/serving.json", help="where the rows go")
     parser.add_argument("--build", type=Path, default=ROOT / "build/servers", help="where Triton and Ray are installed")
     parser.add_argument("--minutes", type=float, default=60, help="begin no part later than this (60)")
     parser.add_argument("--quick", action="store_true", help="the bundled model alone: a minute or two")

@@ -77,6 +77,8 @@ def write_repository(
     """
     for what, value in (("version", version), ("rows", rows), ("instances", instances)):
         as_count(value, what, at_least=1)
+    if not 0 <= window_ms < float("inf"):
+        raise InputError(f"window_ms must be a number of 0 or more, got {window_ms!r}.")
     threads = max(1, machine.cpu_threads() // instances) if threads is None else threads
     as_count(threads, "threads", at_least=1)
     name = Path(model).name if name is None else name

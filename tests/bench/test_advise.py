@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def test_the_fastest_that_loses_no_more_than_allowed_is_taken_and_what_matters_d
     assert chosen(given(*rows, task="questions")) == "int4", "the score of another task does not count"
     assert chosen(given(*rows, max_loss={"bleu": 1.5})) == "int4"
     assert chosen(given(*rows, max_loss={"bleu": 0.4})) == "fp32"
+    assert chosen(given(FP32, INT8, row("int4", 10.0, rougeL=40.0), max_loss={"bleu": 3})) == "int8"
     assert given(*rows).losses["int4"]["bleu"] == 1.5
     rows = [FP32, INT8, row("int4", 6.0, size_bytes=7_000_000)]
     assert chosen(given(*rows)) == "int8" and chosen(given(*rows, matters="memory")) == "int4"
@@ -154,9 +156,10 @@ def test_invalid_needs_are_refused() -> None:
     for name, wrong in (("device", ["tpu"]), ("batch", [0]), ("beams", [1.5]), ("threads", [0]),
                         ("max_loss", [{"chrf": 1.0}, {"bleu": -1.0}, {"bleu": float("nan")}])):  # fmt: skip
         refused(Need, name, *wrong, match=f"^{name} ")
+    refused(partial(Need, task="summaries"), "max_loss", {"bleu": 3.0}, match=r"^max_loss .* for rougeL, got .*bleu")
 
 
-@pytest.mark.parametrize("content", ["{", '{"rows": 3}'])
+@pytest.mark.parametrize("content", ["{", '{"rows": 3}', '{"rows": [1]}', '{"rows": {"a": 1}}'])
 def test_places_of_results_that_are_missing_or_damaged_are_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "mine.json").write_text(content)
     for place in (tmp_path, tmp_path / "mine.json"):

@@ -37,6 +37,7 @@ def test_usage_errors_and_help(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     below_one = ("board", "advise", "evaluate", "triton --out x")
     for line in ("boards", "evaluate --limit 0", "triton --out x --precision bf16", "load http://a --clients 0",
+                 "evaluate --limit 1 --json .",
                  *(f"board --{option} many" for option in COUNTS),
                  *(f"{command} --threads 0" for command in below_one)):  # fmt: skip
         assert call(*line.split()).exit_code == 2, line
@@ -53,6 +54,8 @@ REFUSED = {
     "advise --task poems": "--task ", "advise --matters speed": "matters ",
     "advise --batch 0": "batch", "advise --max-loss little": "bleu=0.5, got 'little'",
     "advise --max-loss chrf=1": "--max-loss ", "advise --model nope": "'nope'",
+    "advise --task questions --max-loss bleu=1": "--max-loss must be numbers of 0 or more for exact_match, ",
+    "triton --out x --window-ms -5": "--window-ms must be a number of 0 or more, got -5.0",
     "advise --results nowhere.json": "nowhere.json", "course --notebooks . --out x": "No numbered notebook",
     "evaluate --model nope": "'nope'", "evaluate --data x --limit 1": "Leave --limit",
     "evaluate --metric bleu": "--metric is for the rows of --data",
@@ -135,14 +138,20 @@ def test_a_board_is_shown_beside_the_same_board_of_another_machine_or_refused_be
     assert all(line.endswith(f"{per_token:.2f}  3.00x  (2.00–4.00)") for line in shown[5:-1])
     measured.clear()
     assert "has no board of model" in refused("board", *alike, "--batch", 5, "--compare", there)
-    there.write_text('{"rows": []}', encoding="utf-8")
-    assert "--compare must be a file" in refused("board", *alike, "--compare", there) and not measured
+    untimed = [{key: value for key, value in row.items() if key != "latency_s"} for row in rows]
+    for content in ({"rows": []}, *(about | {"rows": bad} for bad in ([1], {"a": 1}, untimed))):
+        there.write_text(json.dumps(content), encoding="utf-8")
+        assert "--compare must be a file" in refused("board", *alike, "--compare", there) and not measured
+    for option in ("--json", "--plot"):
+        assert call("board", option, tmp_path).exit_code == 2 and not measured
+    assert "--plot must be a file with the ending of a picture" in refused("board", "--plot", "x.xyz") and not measured
 
 
-def test_what_was_measured_is_not_lost_where_it_cannot_be_drawn(measured, tmp_path):
-    result = call("board", "--json", tmp_path / "rows.json", "--plot", tmp_path / "board.xyz")
-    assert result.exit_code == 2 and "board.xyz" in said(result)[-1]
-    assert result.stdout == board(ROWS) + "\n"
+@pytest.mark.parametrize("broken", ["board", "plot_board"])
+def test_what_was_measured_is_not_lost_where_it_cannot_be_shown(measured, tmp_path, monkeypatch, broken):
+    monkeypatch.setattr(f"bench.figures.{broken}", lambda *_: 1 / 0)
+    result = call("board", "--json", tmp_path / "rows.json", "--plot", tmp_path / "board.png")
+    assert result.exit_code == 1 and "ZeroDivisionError" in said(result)[-1]
     assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"] == ROWS
 
 
@@ -156,14 +165,14 @@ def test_advise_passes_every_option_on_and_prints_the_advice(monkeypatch, tmp_pa
     monkeypatch.setattr(bench.advise, "recommend", advise)
     result = call(
         "advise", "--model", "me/mine", "--task", "questions", "--matters", "throughput", "--batch", 3, "--beams", 2,
-        "--source-tokens", 5, "--new-tokens", 6, "--max-loss", "exact_match=0.5", "--max-loss", "bleu=2", "--device",
-        "cuda", "--threads", 7, "--results", tmp_path, "--results", "mine.json", "--explain",
+        "--source-tokens", 5, "--new-tokens", 6, "--max-loss", "exact_match=0.5", "--device", "cuda",
+        "--threads", 7, "--results", tmp_path, "--results", "mine.json", "--explain",
     )  # fmt: skip
     assert result.exit_code == 0 and result.stdout.startswith("me/mine, questions, for throughput: batch 3, 2 beams")
-    limits = {"exact_match": 0.5, "bleu": 2.0}
-    need = Need("me/mine", "questions", "throughput", 3, 2, 5, 6, limits, "cuda", 7)
+    need = Need("me/mine", "questions", "throughput", 3, 2, 5, 6, {"exact_match": 0.5}, "cuda", 7)
     assert calls == [(need, [tmp_path, Path("mine.json")])]
-    assert call("advise").exit_code == 0 and calls[1] == (Need(), [])
+    assert call("advise", "--max-loss", "exact_match=0.5", "--max-loss", "bleu=2").exit_code == 0
+    assert calls[1] == (Need(max_loss={"exact_match": 0.5, "bleu": 2.0}), [])
     monkeypatch.undo()
     long = call("advise", "--task", "translation", "--explain")
     assert 'model = accelerate("mini"' in long.stdout

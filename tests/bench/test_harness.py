@@ -61,6 +61,8 @@ def test_other_tokens_are_refused_before_anything_is_timed(output: np.ndarray, m
 def test_tokens_of_an_inexact_system_are_counted() -> None:
     row = run_comparison([entry("a", TOKENS), entry("b", OTHER["another token"], exact=False)], WORK, rounds=1)[1]
     assert (row["equal"], row["of"]) == (6, 8)
+    with pytest.raises(InputError, match="must be tokens, as the reference's is, got None"):
+        run_comparison([entry("a", TOKENS), entry("b", None, exact=False)], WORK, rounds=1)
     with pytest.raises(InputError, match="shape"):  # fewer tokens are no comparison, exact or not
         run_comparison([entry("a", TOKENS), entry("b", TOKENS[:, :2], exact=False)], WORK, rounds=1)
 
@@ -69,6 +71,16 @@ def test_tokens_of_an_inexact_system_are_counted() -> None:
 def test_less_work_while_timing_is_refused(cut: np.ndarray) -> None:
     with pytest.raises(UnequalWorkError, match="'b'"):
         run_comparison([entry("a", TOKENS), entry("b", TOKENS, cut)], WORK)
+
+
+def test_other_tokens_while_timing_are_refused() -> None:
+    for later, error in ((OTHER["another token"], ParityError), (None, InputError)):
+        entries = [[entry("a", TOKENS), entry("b", TOKENS, later), entry("c", TOKENS)] for _ in range(2)]
+        with pytest.raises(error):
+            run_comparison(entries[0], WORK, rounds=2)
+        _, b, c = run_comparison(entries[1], WORK, rounds=2, keep_going=True)
+        assert error.__name__ in b["failed"] and "ratio" not in b and "ratio" in c
+    run_comparison([entry("a", TOKENS), entry("b", TOKENS, OTHER["another token"], exact=False)], WORK, rounds=2)
 
 
 def test_answers_of_natural_length_are_compared_whole_and_their_tokens_counted() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench import results as rows
-from bench.results import checked, load_results, provenance, rows_so_far, write_json, write_rows
+from bench.results import checked, load_results, provenance, record_parser, rows_so_far, write_json, write_rows
 from t5accel import machine
 from t5accel.errors import InputError
 
@@ -45,6 +45,14 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         write_json(tmp_path / "rows.json", {"rows": [2]})
     assert json.loads((tmp_path / "rows.json").read_text(encoding="utf-8")) == {"rows": [1]}
+    assert [*tmp_path.iterdir()] == [tmp_path / "rows.json"]
+
+
+def test_a_folder_is_no_file_for_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert record_parser("").parse_args(["--json", "new/x.json"]).json == Path("new/x.json")
+    with pytest.raises(SystemExit):
+        record_parser("").parse_args(["--json", str(tmp_path)])
+    assert f"must be a file, got the folder {tmp_path}." in capsys.readouterr().err
 
 
 def test_rows_of_other_conditions_are_put_aside_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,5 +128,7 @@ def test_the_command_prints_the_table_and_refuses_an_unknown_number(tmp_path):
     shown = call("workshop", "00", "--notebooks", tmp_path)
     assert shown.exit_code == 0 and "00_task   double  not solved yet  AssertionError: not twice" in shown.stdout
     assert "0 solved, 1 not solved yet, 0 untouched, 0 unclear." in shown.stdout and "--run" in shown.stdout
-    assert "such as 00, got 77" in refused("workshop", "77", "--notebooks", str(tmp_path))
+    (tmp_path / "00_task.ipynb").rename(tmp_path / "00_task_here.ipynb")
+    for number in ("77", "00_task"):
+        assert f"such as 00, got {number}" in refused("workshop", number, "--notebooks", str(tmp_path))
     assert "--run" not in report([TaskState("00_a", "f", SOLVED)], compared=True, executed=True)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,10 @@ def test_every_precision_and_runtime_answers_and_the_fast_engine_is_the_default(
     assert "(mini)" in listed and re.search(rf"3 exports, \d+ MB, in {tmp_path}", listed)
     names = [path.name for path in (tmp_path / "exports").iterdir() if (path / "manifest.json").is_file()]
     assert "Give names, or --yes for all" in refused("cache", "clear")
+    with monkeypatch.context() as closed:
+        closed.setattr(t5accel.cli, "sys", SimpleNamespace(stdin=None))  # as by <&-
+        assert "Give names, or --yes for all" in refused("cache", "clear")
+        assert "Standard input must be open, got a closed one." in refused("run", "-")
     assert "no export 'nothing'" in refused("cache", "clear", names[0], "nothing")
     assert call("cache", "list").stdout.endswith(listed.splitlines()[-1] + "\n"), "nothing was deleted"
     assert call("cache", "clear", names[0]).stdout.startswith("Deleted: 1 export, ")

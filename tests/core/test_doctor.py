@@ -131,9 +131,37 @@ def test_a_source_tree_an_old_node_and_a_file_in_place_of_the_cache(installed, t
         monkeypatch.setattr(doctor.subprocess, "run", lambda *_, answer=answer, **__: answer)
         assert doctor._node().ok is ok and "20.11" in doctor._node().remedy
     (tmp_path / "file").touch()
-    for folder in ("file", "file/below"):
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    for folder in ("file", "file/below", "itself", 300 * "x"):
         monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / folder))
         assert doctor._cache().ok is False
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path / "closed"))
+
+    def closed(path):
+        raise PermissionError if "closed" in str(path) else FileNotFoundError
+
+    for look in ("stat", "lstat"):
+        monkeypatch.setattr(doctor.os, look, closed)
+    assert doctor._cache().ok is False
+
+
+def test_what_is_damaged_is_a_finding_and_not_the_end(tmp_path, monkeypatch):
+    (tmp_path / "gradio-1.0.dist-info").mkdir()  # without METADATA
+    (tmp_path / "gradio.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (doctor._gradio().ok, doctor._gradio().found) == (True, "present")
+    (tmp_path / "node").write_bytes(b"\x7fELF")
+    (tmp_path / "node").chmod(0o755)
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: str(tmp_path / "node"))
+    assert (doctor._node().ok, doctor._node().found) == (None, "does not run")
+
+    def broken(module):
+        raise RuntimeError(f"no {module}\nat all")
+
+    monkeypatch.setattr(doctor, "find_spec", broken)
+    checks = {check.name: check for check in diagnose()}
+    assert (checks["rouge-score"].ok, checks["rouge-score"].found) == (False, "RuntimeError: no rouge_score")
+    assert checks["torch"].ok is False and checks["python"].ok
 
 
 @pytest.mark.parametrize(("capability", "advice"), [
