@@ -132,12 +132,11 @@ def beam_search(
         length_penalty: divides the score of n new tokens by ``n ** length_penalty``: above 0 it favours long answers.
             By default the model's.
         early_stopping: when a source with K answers stops (see `FinishedHypotheses`). By default the model's.
-        num_return_sequences: N, at most K.
+        num_return_sequences: N, at most K. Where a source has fewer answers, padding with a score of -inf follows.
         decoder_input_ids, forced_bos_token_id, decoder_start_token_id: as in `greedy`; not scored.
 
     Returns:
         ``sequences`` (B * N, L) int64, the N best of the first source first, and their ``scores`` (B * N,) float32.
-        Where a source has fewer answers, as with a single forced token, the others are padding with a score of -inf.
 
     >>> import numpy as np
     >>> class Chain:  # a toy backend: the next token depends on the last one alone, and 3 ends
