@@ -189,7 +189,13 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
         finally:
             forward += time.perf_counter() - started
 
-    model.forward = timed_forward
+    def in_their_loop() -> np.ndarray:
+        model.forward = timed_forward  # with which generate() would be theirs, too
+        try:
+            return model.generate(**tensors, **bounds, return_dict_in_generate=True).sequences[:, 1:].numpy()
+        finally:
+            del model.forward
+
     tensors = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.ones_like(torch.from_numpy(ids))}
     bounds = dict(min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, num_beams=1)
     loops = {
@@ -197,7 +203,7 @@ def overhead_rows(tokens: int = 64, rounds: int = 7) -> list[Row]:
             greedy(model.backend, ids, np.ones_like(ids), min_new_tokens=tokens, max_new_tokens=tokens).sequences
         ),
         "generate()": lambda: model.generate(**tensors, **bounds)[:, 1:].numpy(),
-        THEIRS: lambda: model.generate(**tensors, **bounds, return_dict_in_generate=True).sequences[:, 1:].numpy(),
+        THEIRS: in_their_loop,
     }
     inner: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
 
