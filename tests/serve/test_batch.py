@@ -444,7 +444,8 @@ def test_bad_inputs_outputs_and_settings_are_refused(tmp_path: Path, monkeypatch
         run("in.jsonl", "full")
     with pytest.raises(JobError, match="cannot be written to"):
         run("in.jsonl", "a.doc/out")
-    for name, wrong in (("shard_rows", 0), ("column", ""), ("output_column", "text"), ("prefix", "\udcff")):
+    junk = [("shard_rows", 0), ("shard_rows", 10**20), ("column", ""), ("output_column", "text"), ("prefix", "\udcff")]
+    for name, wrong in junk:
         with pytest.raises(InputError, match=name):
             JobSettings(**{name: wrong})
     with FileLock(tmp_path / "full" / ".lock"), pytest.raises(InputError, match="Another job is writing"):

@@ -190,6 +190,13 @@ def test_an_error_in_a_stream_is_its_last_event(path: str, fields: dict[str, Any
     assert "event: error" in response.text and "within its 0.4 s" in events_of(response)[-1]["error"]["message"]
 
 
+def test_an_event_is_one_line_for_every_client(monkeypatch) -> None:
+    lines = "a\u2028b\u2029c\x85d"
+    monkeypatch.setattr(Letters, "batch_decode", lambda self, rows, skip_special_tokens: [lines] * len(rows))
+    response = asked(text="hi", stream=True, max_new_tokens=3)
+    assert "".join(event["text"] for event in events_of(response)) == lines
+
+
 def test_the_page_of_the_interface_knows_the_fields() -> None:
     schema, page = got("/openapi.json", "/docs")
     body = schema.json()["paths"]["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -505,6 +512,7 @@ HOST, JSON = (b"host", b"localhost:8000"), (b"content-type", b"application/json"
     ("/generate", [HOST, JSON, (b"content-length", b"5"), (b"transfer-encoding", b"chunked")], 400),
     ("/generate", [HOST, (b"authorization", b"BEARER  geheim"), (b"content-type", b"text/plain")], 415),
     ("/generate", [HOST, (b"authorization", b"bearer geheim")], 415),
+    ("/generate", [HOST, JSON, (b"authorization", b"bearer geheim"), (b"content-encoding", b"gzip")], 415),
     ("/generate", [HOST, JSON, (b"authorization", b"bearer geheim"), (b"content-length", b"2000000")], 413),
 ], ids=str)  # fmt: skip
 def test_bad_headers_are_refused_before_the_body_is_read(path: str, headers, status: int, monkeypatch) -> None:
