@@ -36,6 +36,14 @@ def as_count(value: Any, name: str, *, at_least: int) -> int:
     return count
 
 
+def check_utf8(text: str, name: str) -> None:
+    """Raise ``InputError`` for a text that is not UTF-8, as bytes of a command line may be."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name} must be UTF-8, got {text!r:.80}. Convert it.") from error
+
+
 def is_number(value: Any) -> bool:
     """Whether a value is one real number of Python or NumPy; bool is not."""
     import numpy as np

@@ -207,7 +207,7 @@ def diagnose() -> list[Check]:
 def _reported(check: Callable[[], Check]) -> Check:
     try:
         return check()
-    except Exception as error:  # of a library that is damaged in a way of its own
+    except Exception as error:  # a damaged library may raise anything
         name = check.args[:2][-1] if isinstance(check, partial) else check.__name__.strip("_").replace("_", " ")
         found = f"{type(error).__name__}: {error}".splitlines()[0]
         return Check(name, False, found, "a sound installation", "install it again")

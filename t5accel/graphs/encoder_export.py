@@ -394,9 +394,6 @@ def _t5_weights(config: Any, arrays: dict[str, Any], name: str) -> T5Weights:
     arrays = {EMBEDDINGS[0]: arrays[held[0]]} | {key: arrays[key] for key in arrays if key not in EMBEDDINGS}
     dims = _encoder_dims(T5Dims.from_config(config.to_dict(), name))
     dims = replace(dims, gated=any(key.endswith(".wi_0.weight") for key in arrays))
-    lacking = [f"encoder.block.{layer}.layer.1.DenseReluDense.wo.weight" for layer in range(dims.encoder_layers)]
-    if missing := [key for key in lacking if key not in arrays]:
-        raise ModelUnavailableError(f"{name} is incomplete: it lacks weights of its encoder, such as {missing[0]}.")
     pad = as_count(config.pad_token_id or 0, "config.pad_token_id", at_least=0)
     return t5_weights_of(config, arrays, dims, pad_token_id=pad)
 

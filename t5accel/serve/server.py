@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from t5accel.api import open_backend
+from t5accel.checks import check_utf8
 from t5accel.encoder import AcceleratedEncoder
 from t5accel.errors import InputError
 from t5accel.machine import cpu_threads
@@ -269,10 +270,7 @@ def checked(settings: Settings, environment: Mapping[str, str] = os.environ) -> 
         if settings.engine != "local":
             raise InputError(f"engine must be local on cuda, got {settings.engine!r}. Leave --engine out.")
     for name in ("prefix", "model", "served_model_name"):
-        try:
-            (getattr(settings, name) or "").encode()
-        except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
-            raise InputError(f"{name} must be UTF-8, got {getattr(settings, name)!r:.80}. Convert it.") from error
+        check_utf8(getattr(settings, name) or "", name)
     for host in map(str.strip, settings.allowed_hosts.split(",")):
         if not re.fullmatch(r"[^:/*\s]*|\*|[\da-fA-F.]*:[\da-fA-F.]*:[\da-fA-F:.]*", host):  # the last: IPv6
             raise InputError(f"allowed_hosts must be names without a port or pattern, or *, got {host!r:.80}.")

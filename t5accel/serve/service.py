@@ -47,7 +47,7 @@ class TextService:
     ) -> list[str]:
         """The texts of the field ``name``, each with the prefix, up to the characters that so many tokens may have.
 
-        ``HTTPError``: none, too many, or one that is longer, unless it is to be cut.
+        ``HTTPError``: no text, too many, or one that is too long and may not be cut.
         """
         texts = [given] if isinstance(given, str) else given
         if not 1 <= len(texts) <= self.settings.max_texts:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from t5accel import machine
 from t5accel.api import open_backend
-from t5accel.checks import as_count
+from t5accel.checks import as_count, check_utf8
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.contract import WEIGHTS
 from t5accel.graphs.manifest import describe_file
@@ -54,10 +54,7 @@ class JobSettings:
         if self.shard_rows > sys.maxsize:
             raise InputError(f"shard_rows must be at most {sys.maxsize}, got {self.shard_rows}.")
         for name in ("column", "prefix", "output_column"):
-            try:
-                getattr(self, name).encode()
-            except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
-                raise InputError(f"{name} must be UTF-8, got {getattr(self, name)!r}. Convert it.") from error
+            check_utf8(getattr(self, name), name)
         if not self.column or not self.output_column or self.column == self.output_column:
             raise InputError(
                 f"column and output_column must be two different names, got {self.column!r} and {self.output_column!r}."
