@@ -199,14 +199,7 @@ test-ray-long: .venv/.stamp build/servers/ray/.stamp ## Kill such a job twenty t
 	@$(VENV) -m pytest -q tests/with_ray -m long
 
 release-check: ## All that has to pass before a release: what CI runs, and what takes too long for every merge [PYTHONS="..."]
-	@.ci/run
-	@scripts/timed $(MAKE) --no-print-directory test-v5 ONLY="long or once" TESTS="$(ALL_TESTS)"
-	@for target in test-long test-binder test-colab course-v5 test-browser test-web test-tensorrt test-kernel test-triton test-ray test-ray-long; do \
-		scripts/timed $(MAKE) --no-print-directory $$target || exit; done
-	@for python in $(PYTHONS); do if "$$python" -c "" 2> /dev/null; then \
-		scripts/timed $(MAKE) --no-print-directory test-wheel PYTHON="$$python" || exit; \
-		else echo "$$python was not found: the wheel was not tested with it. Give its path in PYTHONS." >&2; fi; done
-	@scripts/timed $(MAKE) --no-print-directory sbom audit
+	@ALL_TESTS="$(ALL_TESTS)" PYTHONS="$(PYTHONS)" scripts/release_check
 
 wheelhouse: EXTRAS := cpu,course,optimum
 wheelhouse: ## Gather wheels and notebooks in build/wheelhouse/ for rooms without a network [EXTRAS=cpu,course]

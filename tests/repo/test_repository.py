@@ -62,6 +62,7 @@ def test_files_name_no_registry_and_no_path_of_one_machine() -> None:
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
+RELEASE_CHECK = (ROOT / "scripts/release_check").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -221,31 +222,35 @@ def test_ci_runs_what_we_promise() -> None:
     on_one_line = 'make test-v5 ONLY="not long and not once"'
     others = ["make test-bench", on_one_line, "make test-wheel", "make course", "make site"]
     assert commands == ["make lint", "make test", *others]
-    assert 'test-v5 ONLY="long or once" TESTS="$(ALL_TESTS)"' in MAKEFILE  # a release has them on both
+    assert 'test-v5 ONLY="long or once" TESTS="$ALL_TESTS"' in RELEASE_CHECK  # a release has them on both
     assert not [name for name in ONCE if not (ROOT / f"tests/core/test_{name}.py").is_file()]
-    (rest,) = re.findall(r"for target in (.*); do", MAKEFILE)
+    (rest,) = re.findall(r"for target in (.*); do", RELEASE_CHECK.replace("\\\n", ""))
     targets = {
         name for name in re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE) if name.startswith(("test", "course"))
     }
     run = {*rest.split()} | {command.split()[1] for command in commands}
     assert run - targets == {"lint", "site"} and targets <= run, "nobody runs some target"
-    assert "scripts/timed $(MAKE) --no-print-directory sbom audit\n" in MAKEFILE
 
 
-def test_a_release_tests_the_wheel_on_each_python_and_names_those_that_are_missing(tmp_path: Path) -> None:
-    loop = re.search(r"^\t@(for python in .*?; done)$", MAKEFILE, re.MULTILINE | re.DOTALL)[1]
+def test_a_release_check_goes_on_behind_a_failure_and_lists_how_each_part_went(tmp_path: Path) -> None:
     found = {version.split()[-1] for version in PYPROJECT["project"]["classifiers"] if "Python :: 3." in version}
     (pythons,) = re.findall(r"^PYTHONS := (.*)$", MAKEFILE, re.MULTILINE)
     assert {f"python{version}" for version in found} == {*pythons.split()}
-    (tmp_path / "Makefile").write_text(f"MAKE := echo\nall:\n\t@{loop}\n")
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    python = tmp_path / "python"  # make divides PYTHONS at spaces, which the path of this environment may have
-    python.symlink_to(sys.executable)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    given = ["make", "-s", f"PYTHONS={python} python0", "all"]
-    answer = subprocess.run(given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert f"test-wheel PYTHON={python}\n" in answer.stdout
-    assert answer.stderr.startswith("python0 was not found")
+    for name, code in ((".ci/run", "exit 0"), ("make", 'test "$2" != test-web'), ("scripts/release_check", None)):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(RELEASE_CHECK if code is None else f"#!/bin/sh\n{code}\n")
+        path.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ALL_TESTS": "", "PYTHONS": "python3 python0"}
+    answer = subprocess.run([tmp_path / "scripts/release_check"], env=environment, capture_output=True, text=True)
+    outcomes = re.findall(r"^(\w+).*?: (.+)$", answer.stdout.split("\n\n")[1], re.MULTILINE)
+    assert answer.returncode == 1
+    assert [rest for outcome, rest in outcomes if outcome == "FAILED"] == ["make --no-print-directory test-web"]
+    assert [rest.split(",")[0] for outcome, rest in outcomes if outcome == "SKIPPED"] == ["the wheel with python0"]
+    passed = [rest.replace("make --no-print-directory ", "") for outcome, rest in outcomes if outcome == "passed"]
+    assert passed[0] == ".ci/run" and passed[-3:] == ["test-wheel PYTHON=python3", "sbom", "audit"]
+    (tmp_path / "make").write_text("#!/bin/sh\nexit 0\n")
+    assert subprocess.run([tmp_path / "scripts/release_check"], env=environment, capture_output=True).returncode == 0
 
 
 def test_the_wheel_runs_readmes_example(tmp_path: Path) -> None:
