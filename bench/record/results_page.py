@@ -7,22 +7,57 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench import figures
 from bench.ladder import by_ladder
+from bench.peers import (
+    BEAM_SEARCH,
+    OPTIMUM,
+    OURS_EXACT,
+    OURS_GENERATE,
+    OURS_OPENVINO,
+    PEERS,
+    int8_for,
+    peer_results,
+)
 from bench.record import peers_quality
-from bench.results import load_results
+from bench.results import Row, load_results
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MARKED = re.compile(r"(<!-- data/results/(\S+\.json) -->\n```text\n)(.*?)(?=\n```)", re.DOTALL)
-PEERS = ("peers-amd", "peers-intel", "peers-families")
+STANDINGS = re.compile(r"(<!-- standings: (.+) -->\n)((?:\|.*\n)+)")
 LADDERS = ("256", "summaries")  # what the titles of the ladders in the picture hold
+WITH_PICTURES = ("peers-amd", "peers-amd-avx2", "peers-intel", "peers-families")
+LOST = "cells in which a peer is faster"
+
+_INT8 = {"ours": int8_for, "precision": "int8"}
+_NO_OPERATOR = {"peers": [one.name for one in PEERS if not one.ours and BEAM_SEARCH not in one.name]}
+# The lines of a standings table: what `peer_results` compares, and of which batches (None: of all).
+_LINES: tuple[tuple[str, Mapping[str, Any], bool | None], ...] = (
+    ("fp32, one text", {}, True),
+    ("fp32, several texts", {}, False),
+    ("fp32 without our shortlist (greedy), one text", {"ours": OURS_EXACT}, True),
+    ("fp32 without our shortlist (greedy), several texts", {"ours": OURS_EXACT}, False),
+    ("fp32 with OpenVINO as our encoder's runtime, large batches", {"ours": OURS_OPENVINO}, None),
+    ("int8", _INT8, None),
+    (f"{LOST}, fp32", {}, None),
+    (f"{LOST}, int8", _INT8, None),
+    ("fp32, one text, without the BeamSearch operator", _NO_OPERATOR, True),
+    ("fp32, several texts, without the BeamSearch operator", _NO_OPERATOR, False),
+    ("int8, without the BeamSearch operator", _INT8 | _NO_OPERATOR, None),
+    ("`generate()` over our engine, beside optimum-onnx", {"ours": OURS_GENERATE, "peers": [OPTIMUM]}, None),
+)
 
 
 def tables(page: str) -> str:
-    """The page with every table below ``<!-- data/results/FILE -->`` as its file has it."""
-    return MARKED.sub(lambda found: found[1] + _table(found[2]), page)
+    """The page with every table below ``<!-- data/results/FILE -->`` or ``<!-- standings: FILES -->`` as its files
+    have it.
+    """
+    page = MARKED.sub(lambda found: found[1] + _table(found[2]), page)
+    return STANDINGS.sub(lambda found: found[1] + _standings(found[2].split()), page)
 
 
 def _table(file: str) -> str:
@@ -32,11 +67,42 @@ def _table(file: str) -> str:
     return figures.board(record["rows"], record["machine"])
 
 
+def _standings(files: Sequence[str]) -> str:
+    """How many times as fast as the best peer we are, over the cells of each machine or, of one file, each model."""
+    records = [load_results(file) for file in files]
+    if len(records) > 1:
+        columns = {f"{_cpu(record['machine'])}, {record['date']}": record["rows"] for record in records}
+    else:
+        models = dict.fromkeys(row["model"] for row in records[0]["rows"])
+        columns = {
+            model.removeprefix("random:"): [row for row in records[0]["rows"] if row["model"] == model]
+            for model in models
+        }
+    lines = [["", *columns], ["---"] * (len(columns) + 1)]
+    for title, how, one_text in _LINES:
+        cells = [_cell(title, rows, how, one_text) for rows in columns.values()]
+        lines += [[title, *cells]] if any(cells) else []
+    return "".join("|" + "|".join(f" {cell} " if cell != "---" else cell for cell in line) + "|\n" for line in lines)
+
+
+def _cpu(facts: Mapping[str, Any]) -> str:
+    return f"{facts['cpu']}, {'AVX-512' if 'avx512f' in facts['cpu_flags'] else 'AVX2'}"
+
+
+def _cell(title: str, rows: Sequence[Row], how: Mapping[str, Any], one_text: bool | None) -> str:
+    if how.get("peers") == _NO_OPERATOR["peers"] and not any(BEAM_SEARCH in row["system"] for row in rows):
+        return ""  # the line above says the same
+    found = [one.ratio for one in peer_results(rows, **how) if one_text in (None, one.cell.batch == 1)]
+    if title.startswith(LOST):
+        return f"{sum(ratio < 1 for ratio in found)} of {len(found)}"
+    return "–".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(found), max(found)))) if found else ""
+
+
 def pictures(folder: Path) -> None:
     """Every picture of the page, into ``folder``."""
-    for name in PEERS:
+    for name in WITH_PICTURES:
         record = load_results(f"{name}.json")
-        figures.plot_peers({record["machine"]["cpu"]: record["rows"]}, folder / f"{name}.png")
+        figures.plot_peers({_cpu(record["machine"]): record["rows"]}, folder / f"{name}.png")
     ladders = by_ladder(load_results("ladder-amd.json")["rows"])
     shown = {title: rows for title, rows in ladders.items() if any(part in title for part in LADDERS)}
     figures.plot_ladders(shown, folder / "ladder.png")

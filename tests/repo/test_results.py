@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -13,14 +12,10 @@ from bench.ladder import by_ladder, fastest
 from bench.peers import (
     BEAM_SEARCH,
     GRID,
-    OPTIMUM,
     OURS,
     OURS_EXACT,
-    OURS_GENERATE,
     OURS_INT4,
     OURS_INT8,
-    OURS_OPENVINO,
-    PEERS,
     REFERENCE,
     PeerResult,
     cell_label,
@@ -40,6 +35,19 @@ each_card = pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
 README = "\n".join(
     (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results.md", "docs/serving.md")
 )
+
+# What is said about our peers, without the tables, which are drawn.
+BESIDE_PEERS = " ".join(
+    " ".join(
+        line for line in README.split("## Beside its peers\n")[1].split("\n## ")[0].splitlines() if line[:1] != "|"
+    ).split()
+)
+PEERS_BY_CPU = ("peers-amd.json", "peers-amd-avx2.json", "peers-intel.json")
+LARGEST_CELL = Work(32, 512, 16, 4)
+
+
+def _input(result: PeerResult) -> tuple[int, int]:
+    return result.cell.batch, result.cell.source_tokens
 
 
 def read(name: str) -> dict:
@@ -255,71 +263,55 @@ def test_what_was_timed_on_a_gpu_was_compared_before(path: Path) -> None:
         assert row["equal"] == row["of"] if "gpt2" in row["cell"] else row.get("error", 0) < 0.01, row["system"]
 
 
-@pytest.mark.parametrize(
-    ("name", "heading"), [("peers-families.json", "## Beyond T5"), ("peers-gemma.json", "### T5Gemma")]
-)
-def test_the_readme_says_how_models_of_other_families_stand(name: str, heading: str) -> None:
+@pytest.mark.parametrize("name", ["peers-families.json", "peers-gemma.json"])
+def test_our_fp32_tokens_of_other_families_were_those_of_transformers(name: str) -> None:
+    rows = [row for row in read(name)["rows"] if row["precision"] == "fp32" and row["system"] in (OURS, OURS_EXACT)]
+    assert rows and all(row["equal"] == row["of"] for row in rows)
+
+
+@pytest.mark.parametrize("name", PEERS_BY_CPU)
+def test_the_peers_were_measured_on_the_whole_grid_and_the_results_name_each_cell_that_we_lose(name: str) -> None:
     rows = read(name)["rows"]
-    assert all(
-        row["equal"] == row["of"] for row in rows if row["precision"] == "fp32" and row["system"] in (OURS, OURS_EXACT)
-    )
-    part = README.split(f"{heading}\n")[1].split("\n##")[0]
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("| ")]
-    boards = [
-        peer_results(rows),
-        peer_results(rows, ours=OURS_EXACT),
-        peer_results(rows, ours=int8_for, precision="int8"),
-    ]
-    for (_, *quoted), board in zip(table[1:], map(list, boards), strict=True):
-        for model, text in zip(table[0][1:], quoted, strict=True):
-            ratios = [result.ratio for result in board if result.model == model]
-            assert text == "–".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))), model
-    assert {row["model"] for row in rows} == {f"random:{model}" for model in table[0][1:]}
-
-
-def test_the_peers_were_measured_on_the_whole_grid_and_the_readme_says_how_we_stand() -> None:
-    rows, others = read("peers-amd.json")["rows"], read("peers-intel.json")["rows"]
-    assert {cell_of(row) for row in rows} == {*GRID} == {*map(cell_of, others), Work(32, 512, 16, 4)}
-    for row in rows + others:
+    assert {*map(cell_of, rows)} >= {*GRID} - ({LARGEST_CELL} if name == "peers-intel.json" else set())
+    for row in rows:
         assert "failed" in row or len(row["latency_s"]) >= 3, f"{row['system']} in {cell_of(row)}"
         if row["precision"] == "fp32" and row["system"].startswith("t5accel"):
             assert row["equal"] == row["of"], f"{row['system']} in {cell_of(row)}"
+    if name != "peers-amd-avx2.json":  # there the table counts them, and the picture shows each
+        for result in (*peer_results(rows), *peer_results(rows, ours=int8_for, precision="int8")):
+            assert result.ratio >= 1 or f"{cell_label(result.cell)}, {result.ratio:.2f}x" in BESIDE_PEERS
 
-    def one_and_many(board: Iterable[PeerResult]) -> list[list[PeerResult]]:
-        board = list(board)
-        return [[result for result in board if (result.cell.batch == 1) == one] for one in (True, False)]
 
-    def without_the_operator(precision: str) -> list[str]:
-        others = (one for one in PEERS if not one.ours and BEAM_SEARCH not in one.name)
-        return [one.name for one in others if one.precision == precision]
-
-    boards = []
-    for ours in (OURS, OURS_EXACT):
-        amd, intel = (one_and_many(peer_results(made, ours=ours)) for made in (rows, others))
-        boards += [amd[0], intel[0], amd[1], intel[1]]
-    boards.append([*peer_results(rows, ours=OURS_OPENVINO)])
-    boards += [[*peer_results(made, ours=int8_for, precision="int8")] for made in (rows, others)]
-    boards += one_and_many(peer_results(rows, peers=without_the_operator("fp32")))
-    boards.append([*peer_results(rows, ours=int8_for, precision="int8", peers=without_the_operator("int8"))])
-    boards += [[*peer_results(made, ours=OURS_GENERATE, peers=[OPTIMUM])] for made in (rows, others)]
-    assert [len(board) for board in boards] == [6, 6, 12, 11, 3, 3, 6, 6, 6, 18, 17, 6, 12, 18, 18, 17]
+def test_the_results_say_which_aims_beside_the_peers_were_missed() -> None:
+    short = []
+    for name in ("peers-amd.json", "peers-amd-avx2.json"):
+        rows = read(name)["rows"]
+        cells = [one for one in peer_results(rows) if one.cell.batch == 1 or _input(one) == (8, 32)]
+        short.append([one.cell.beams for one in cells if one.ratio < 1.15])
+        assert len(cells) == 8 and max(one.ratio for one in peer_results(rows, ours=int8_for, precision="int8")) < 1.5
+    assert f"With AVX-512, {len(short[0])} of these 8 cells, all with 4 beams, fall short" in BESIDE_PEERS
+    assert {*short[0]} == {4} and f"with AVX2 alone {len(short[1])} of them do" in BESIDE_PEERS
+    ratios = []
     for ours in (OURS, OURS_INT8):  # beside transformers itself
-        for made in (rows, others):
-            found = peer_results(made, ours=ours, peers=[REFERENCE])
-            boards.append([one for one in found if (one.cell.batch, one.cell.beams) == (1, 1)])
-    text = " ".join(README.split())
-    section = text.split("## Beside its peers")[1].split(" ## ")[0]
-    quoted = re.findall(r"(\d+\.\d\d)–(\d+\.\d\d)", section)
-    ratios = [[result.ratio for result in board] for board in boards]
+        for name in PEERS_BY_CPU:
+            found = peer_results(read(name)["rows"], ours=ours, peers=[REFERENCE])
+            ratios.append([one.ratio for one in found if (one.cell.batch, one.cell.beams) == (1, 1)])
+    quoted = re.findall(r"(\d+\.\d\d)–(\d+\.\d\d)", BESIDE_PEERS)
     assert quoted == [(f"{min(each):.2f}", f"{max(each):.2f}") for each in ratios]
-    fp32, short = [*peer_results(rows)], (8, 32)
-    steps_rule = [one for one in fp32 if one.cell.batch == 1 or (one.cell.batch, one.cell.source_tokens) == short]
-    nearer = [one.cell.beams for one in steps_rule if one.ratio < 1.15]
-    assert f"{len(nearer)} of these {len(steps_rule)} cells, all with 4 beams" in section and {*nearer} == {4}
-    assert max(one.ratio for one in peer_results(rows, ours=int8_for, precision="int8")) < 1.5, "no cell reaches it"
-    integers = [one for made in (rows, others) for one in peer_results(made, ours=int8_for, precision="int8")]
-    for result in (*integers, *(one for made in (rows, others) for one in peer_results(made))):
-        assert result.ratio >= 1 or f"{cell_label(result.cell)}, {result.ratio:.2f}x" in section
+
+
+def test_where_the_operator_wins_with_avx2_alone() -> None:
+    rows = read("peers-amd-avx2.json")["rows"]
+    fp32 = [one for one in peer_results(rows) if one.ratio < 1]
+    assert [one.cell.batch for one in fp32 if one.peer == "CTranslate2"] == [32] * 3
+    assert [one.ratio > 0.97 for one in fp32 if one.peer == BEAM_SEARCH] == [True] * 2
+    int8 = [*peer_results(rows, ours=int8_for, precision="int8")]
+    lost = [one.peer for one in int8 if one.ratio < 1]
+    assert 2 * len(lost) == len(int8) and {*lost} == {f"{BEAM_SEARCH} int8"}
+    rows = {row["system"]: row for row in read("peers-quality-amd-avx2.json")["rows"]}
+    costs = {name: max(rows[REFERENCE][key] - row[key] for key in MAIN_SCORES) for name, row in rows.items()}
+    int8 = [cost for name, cost in costs.items() if rows[name]["precision"].startswith("int8")]
+    assert len(int8) >= 9 and round(max(int8), 1) == 0.6 and costs[f"{BEAM_SEARCH} int8"] <= 0
 
 
 def test_eight_bits_cost_nobody_half_a_point() -> None:
