@@ -37,11 +37,8 @@ README = "\n".join(
 )
 
 # What is said about our peers, without the tables, which are drawn.
-BESIDE_PEERS = " ".join(
-    " ".join(
-        line for line in README.split("## Beside its peers\n")[1].split("\n## ")[0].splitlines() if line[:1] != "|"
-    ).split()
-)
+_SECTION = README.split("## Beside its peers\n")[1].split("\n## ")[0]
+BESIDE_PEERS = " ".join(" ".join(line for line in _SECTION.splitlines() if not line.startswith("|")).split())
 PEERS_BY_CPU = ("peers-amd.json", "peers-amd-avx2.json", "peers-intel.json")
 LARGEST_CELL = Work(32, 512, 16, 4)
 
