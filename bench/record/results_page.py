@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +31,34 @@ MARKED = re.compile(r"(<!-- data/results/(\S+\.json) -->\n```text\n)(.*?)(?=\n``
 STANDINGS = re.compile(r"(<!-- standings: (.+) -->\n)((?:\|.*\n)+)")
 LADDERS = ("256", "summaries")  # what the titles of the ladders in the picture hold
 WITH_PICTURES = ("peers-amd", "peers-amd-avx2", "peers-intel", "peers-families")
-LOST = "cells in which a peer is faster"
 
 _INT8 = {"ours": int8_for, "precision": "int8"}
 _NO_OPERATOR = {"peers": [one.name for one in PEERS if not one.ours and BEAM_SEARCH not in one.name]}
-# The lines of a standings table: what `peer_results` compares, and of which batches (None: of all).
-_LINES: tuple[tuple[str, Mapping[str, Any], bool | None], ...] = (
-    ("fp32, one text", {}, True),
-    ("fp32, several texts", {}, False),
-    ("fp32 without our shortlist (greedy), one text", {"ours": OURS_EXACT}, True),
-    ("fp32 without our shortlist (greedy), several texts", {"ours": OURS_EXACT}, False),
-    ("fp32 with OpenVINO as our encoder's runtime, large batches", {"ours": OURS_OPENVINO}, None),
-    ("int8", _INT8, None),
-    (f"{LOST}, fp32", {}, None),
-    (f"{LOST}, int8", _INT8, None),
-    ("fp32, one text, without the BeamSearch operator", _NO_OPERATOR, True),
-    ("fp32, several texts, without the BeamSearch operator", _NO_OPERATOR, False),
-    ("int8, without the BeamSearch operator", _INT8 | _NO_OPERATOR, None),
-    ("`generate()` over our engine, beside optimum-onnx", {"ours": OURS_GENERATE, "peers": [OPTIMUM]}, None),
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return "–".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios))))
+
+
+def _lost(ratios: Sequence[float]) -> str:
+    return f"{sum(ratio < 1 for ratio in ratios)} of {len(ratios)}"
+
+
+# The lines of a standings table: how the ratios are shown, what `peer_results` compares, and of which batches (None:
+# of all).
+_LINES: tuple[tuple[str, Callable[[Sequence[float]], str], Mapping[str, Any], bool | None], ...] = (
+    ("fp32, one text", _range, {}, True),
+    ("fp32, several texts", _range, {}, False),
+    ("fp32 without our shortlist (greedy), one text", _range, {"ours": OURS_EXACT}, True),
+    ("fp32 without our shortlist (greedy), several texts", _range, {"ours": OURS_EXACT}, False),
+    ("fp32 with OpenVINO as our encoder's runtime, large batches", _range, {"ours": OURS_OPENVINO}, None),
+    ("int8", _range, _INT8, None),
+    ("cells in which a peer is faster, fp32", _lost, {}, None),
+    ("cells in which a peer is faster, int8", _lost, _INT8, None),
+    ("fp32, one text, without the BeamSearch operator", _range, _NO_OPERATOR, True),
+    ("fp32, several texts, without the BeamSearch operator", _range, _NO_OPERATOR, False),
+    ("int8, without the BeamSearch operator", _range, _INT8 | _NO_OPERATOR, None),
+    ("`generate()` over our engine, beside optimum-onnx", _range, {"ours": OURS_GENERATE, "peers": [OPTIMUM]}, None),
 )
 
 
@@ -79,8 +89,9 @@ def _standings(files: Sequence[str]) -> str:
             for model in models
         }
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
-    for title, how, one_text in _LINES:
-        cells = [_cell(title, rows, how, one_text) for rows in columns.values()]
+    for title, show, how, one_text in _LINES:
+        ratios = [_ratios(rows, how, one_text) for rows in columns.values()]
+        cells = [show(found) if found else "" for found in ratios]
         lines += [[title, *cells]] if any(cells) else []
     return "".join("|" + "|".join(f" {cell} " if cell != "---" else cell for cell in line) + "|\n" for line in lines)
 
@@ -89,13 +100,10 @@ def _cpu(facts: Mapping[str, Any]) -> str:
     return f"{facts['cpu']}, {'AVX-512' if 'avx512f' in facts['cpu_flags'] else 'AVX2'}"
 
 
-def _cell(title: str, rows: Sequence[Row], how: Mapping[str, Any], one_text: bool | None) -> str:
+def _ratios(rows: Sequence[Row], how: Mapping[str, Any], one_text: bool | None) -> list[float]:
     if how.get("peers") == _NO_OPERATOR["peers"] and not any(BEAM_SEARCH in row["system"] for row in rows):
-        return ""  # the line above says the same
-    found = [one.ratio for one in peer_results(rows, **how) if one_text in (None, one.cell.batch == 1)]
-    if title.startswith(LOST):
-        return f"{sum(ratio < 1 for ratio in found)} of {len(found)}"
-    return "–".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(found), max(found)))) if found else ""
+        return []  # they are those of the line with all peers
+    return [one.ratio for one in peer_results(rows, **how) if one_text in (None, one.cell.batch == 1)]
 
 
 def pictures(folder: Path) -> None:
