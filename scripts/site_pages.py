@@ -45,6 +45,7 @@ BOARDS = (
     ("peers-families.json", "Other families beside their peers", {"model": lambda row: row["model"], **PEERS}),
     ("peers-gemma.json", "T5Gemma beside its peers", {"model": lambda row: row["model"], **PEERS}),
     ("bert.json", "A BERT that answers questions", BERT),
+    ("bert-amd-avx-vnni.json", "The same BERT, AMD EPYC with AVX-VNNI", BERT),
 )
 DAY = 390  # minutes without the breaks
 TIMES = {"1 hour": 60, "2 hours": 120, "3½ hours (half a day)": 210, "6½ hours (a day)": DAY}

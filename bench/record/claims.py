@@ -247,21 +247,24 @@ def _section(row: Mapping[str, Any]) -> list[str]:
     if row["figures"]:
         lines += ["", f"*Measured:* {row['measured']}", ""]
         lines += ["| figure | measured | the verdict asks for |", "|---|---|---|"]
-        lines += [_line(one) for one in row["figures"] if {"low", "least", "most"} & one.keys()]
+        several = len(row["recorded"]) > 1
+        lines += [_line(one, several) for one in row["figures"] if {"low", "least", "most"} & one.keys()]
         files = [(one["file"], one["machine"], one["date"]) for one in row["recorded"]]
         named = (f"[{Path(file).name}](../{file}), {machine}, {date}" for file, machine, date in files)
         lines += ["", f"*Recorded:* {'; '.join(named)}."]
     return lines
 
 
-def _line(one: Mapping[str, Any]) -> str:
+def _line(one: Mapping[str, Any], with_file: bool) -> str:
     """A figure as a row of a table: whose, its value and scatter, its bounds."""
     texts = [[value if isinstance(value, str) else f"{key} {value}" for key, value in place["row"].items()]
              for place in one["of"]]  # fmt: skip
     own = [", ".join(text for text in of if any(text not in other for other in texts)) for of in texts]
     shared = ", ".join(text for text in texts[0] if all(text in other for other in texts))
     key = one["of"][0]["key"]
-    named = "; ".join(filter(None, [" beside ".join(filter(None, own)), shared, "" if key in KEYS.values() else key]))
+    files = ", ".join({Path(place["file"]).name: None for place in one["of"]}) if with_file else ""
+    key = "" if key in KEYS.values() else key
+    named = "; ".join(filter(None, [" beside ".join(filter(None, own)), shared, key, files]))
     spread = ""
     if "low" in one:
         spread = f" ({one['format'].format(one['low'])}–{one['format'].format(one['high'])}, n = {one['n']})"
