@@ -55,7 +55,7 @@ def main() -> None:
         rows: list[Row] = rows_so_far(args.json, {**environment(), "command": COMMAND})
         if not rows:
             threads = machine.cpu_threads()
-            measured = measured_pace(*open_backend(MODEL, threads=threads, progress=False)[:2], TEXT, repeats=9)
+            measured = measured_pace(*open_backend(MODEL, threads=threads, progress=False)[:2], TEXT, repeats=81)
             about = {"measured": "pace", "cell": "pace", "system": "t5accel serve", "model": MODEL, "precision": "fp32"}
             rows.append(about | {"threads": threads, "settings": asdict(measured)})
             write_rows(args.json, rows, command=COMMAND)
