@@ -227,7 +227,7 @@ def test_batches_vary_by_the_seed_and_the_largest_comes_before_it_counts(tiny_t5
 
 def test_a_leak_is_seen_and_growth_counts_from_the_end_of_the_warm_up(tiny_t5: Any) -> None:
     resident = soak(Watched(tiny_t5(), leak=4_000_000), **SMALL)
-    assert growth(resident, SMALL["settled_after"]) > 0.9 * 3 * 32_000_000 / max(resident)
+    assert growth(resident, SMALL["settled_after"]) > 0.9 * 3 * 32_000_000 / max(resident)  # three times 32 MB
     assert growth((10, 100, 100, 90), settled_after=2) == 0
     assert growth((10, 100, 110, 90), settled_after=2) == 0.1
 
