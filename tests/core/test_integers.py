@@ -247,12 +247,25 @@ def test_products_of_integers(method: str, options: dict[str, bool], shift: floa
     assert np.abs(z + x @ rows.T).max() > 1e-3, "and not what it is in floats"
 
 
-def test_sums_of_large_products_do_not_saturate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [1, 9, 200])  # kernels differ by the number of rows
+def test_sums_of_large_products_do_not_saturate(rows: int, tmp_path: Path) -> None:
     """As two of them in 16 bits do on x86 without VNNI; below level "extended" ONNX Runtime can do nothing about it."""
     graph = product(np.ones((24, 96), np.float32), Scheme("dynamic"))
     (tmp_path / "graph.onnx").write_bytes(graph.proto().SerializeToString())
-    (z,) = open_session(tmp_path / "graph.onnx", SessionSettings(threads=1)).run(None, {"x": np.ones((9, 96), "f")})
+    (z,) = open_session(tmp_path / "graph.onnx", SessionSettings(threads=1)).run(None, {"x": np.ones((rows, 96), "f")})
     np.testing.assert_allclose(z, -96, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "as_uint8"), [(None, "1"), (["avx2", "avx512f"], "1"), (["avx_vnni"], "0"), (["avx512_vnni"], "0")]
+)
+def test_weights_become_uint8_where_int8_could_saturate_alone(flags, as_uint8, tmp_path: Path, monkeypatch) -> None:
+    """With VNNI that would take twice the time for the same sums."""
+    graph = product(np.ones((24, 96), "f"), Scheme("dynamic"))
+    (tmp_path / "graph.onnx").write_bytes(graph.proto().SerializeToString())
+    monkeypatch.setattr("t5accel.machine.facts", lambda **_: {"cpu_flags": flags})
+    options = open_session(tmp_path / "graph.onnx", SessionSettings(threads=1)).get_session_options()
+    assert options.get_session_config_entry("session.x64quantprecision") == as_uint8
 
 
 def test_a_weight_of_two_graphs_by_two_schemes() -> None:
