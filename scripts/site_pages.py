@@ -36,9 +36,12 @@ BERT: dict[str, Cell] = {
     "MB": lambda row: f"{row['size_bytes'] / 1e6:.1f}",
 }
 BOARDS = (
-    ("scoreboard-mini-amd.json", "The bundled model", BOARD),
-    ("scoreboard-t5-small-amd.json", "t5-small's size", BOARD),
-    ("ladder-amd.json", "From the naive loop upwards", {"cell": lambda row: row["cell"], **LADDER}),
+    ("scoreboard-mini-amd.json", "The bundled model, AMD EPYC", BOARD),
+    ("scoreboard-mini-intel.json", "The bundled model, Intel Xeon", BOARD),
+    ("scoreboard-t5-small-amd.json", "t5-small's size, AMD EPYC", BOARD),
+    ("scoreboard-t5-small-intel.json", "t5-small's size, Intel Xeon", BOARD),
+    ("ladder-amd.json", "From the naive loop upwards, AMD EPYC", {"cell": lambda row: row["cell"], **LADDER}),
+    ("ladder-intel.json", "From the naive loop upwards, Intel Xeon", {"cell": lambda row: row["cell"], **LADDER}),
     ("peers-amd.json", "Beside its peers, AMD EPYC with AVX-512", PEERS),
     ("peers-amd-avx2.json", "Beside its peers, AMD EPYC with AVX2", PEERS),
     ("peers-intel.json", "Beside its peers, Intel Xeon", PEERS),

@@ -134,14 +134,22 @@ def test_the_card_of_the_model_tells_its_recorded_quality() -> None:
     assert "Tatoeba" in card and "CC BY 2.0 FR" in card
 
 
-def test_the_readme_says_how_high_the_ladders_are() -> None:
-    ladders = by_ladder(read("ladder-amd.json")["rows"])
+@pytest.mark.parametrize("name", ["ladder-amd.json", "ladder-intel.json"])
+def test_the_readme_says_how_high_the_ladders_are(name: str) -> None:
+    ladders = by_ladder(read(name)["rows"])
     ends = [
         (title, fastest(rows, at_once=at_once)["ratio"])
         for title, rows in ladders.items() for at_once in {row["batch"] > 1 for row in rows} if "64 forced" not in title
     ]  # fmt: skip
     assert len(ends) == 3
     require_told(*(f"{ratio:.0f} times" for _, ratio in ends))
+
+
+def test_the_results_say_what_the_boards_of_the_intel_show() -> None:
+    for name, place in (("t5-small", "as fast as transformers with its cache"), ("mini", "with the bundled model")):
+        (row,) = filter_rows(read(f"scoreboard-{name}-intel.json")["rows"], system="ONNX Runtime, our loop, int8")
+        least, most = min(row["ratio_samples"]), max(row["ratio_samples"])
+        require_told(f"{row['ratio']:.2f} ({least:.2f}–{most:.2f}) times {place}")
 
 
 def test_the_readme_says_at_which_rates_servers_keep_up() -> None:
