@@ -64,7 +64,7 @@ def test_the_page_about_encoders_runs(tmp_path: Path) -> None:
     assert done.stdout.startswith("(2, 256)") and "'retrieval': 100.0" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["encoders-intel", "encoders-amd", "encoders-amd-largest"])
+@pytest.mark.parametrize("name", ["encoders-intel", "encoders-intel-amx", "encoders-amd", "encoders-amd-largest"])
 def test_the_table_of_encoders_is_recorded(name: str) -> None:
     rows = json.loads((ROOT / f"data/results/{name}.json").read_text(encoding="utf-8"))["rows"]
     page = (ROOT / "docs/encoders.md").read_text(encoding="utf-8")
