@@ -97,7 +97,8 @@ def _standings(files: Sequence[str]) -> str:
 
 
 def _cpu(facts: Mapping[str, Any]) -> str:
-    return f"{facts['cpu']}, {'AVX-512' if 'avx512f' in facts['cpu_flags'] else 'AVX2'}"
+    cpu = facts["cpu"].replace("(R)", "").removesuffix(" Processor")
+    return f"{cpu}, {'AVX-512' if 'avx512f' in facts['cpu_flags'] else 'AVX2'}"
 
 
 def _ratios(rows: Sequence[Row], how: Mapping[str, Any], one_text: bool | None) -> list[float]:
