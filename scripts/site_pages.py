@@ -27,6 +27,7 @@ PEERS: dict[str, Cell] = {
     "tokens/s": lambda row: f"{row['new_tokens'] * row['batch'] / median(row['latency_s']):.0f}",
     **{key: BOARD[key] for key in ("ratio", "range")},
 }
+CLIMBED: dict[str, Cell] = {"cell": lambda row: row["cell"], **LADDER}
 BERT: dict[str, Cell] = {
     **{key: lambda row, key=key: row.get(key, "–") for key in ("cell", "rung", "adds", "on")},
     "ms": lambda row: f"{median(row['latency_s']) * 1e3:.1f}",
@@ -40,8 +41,8 @@ BOARDS = (
     ("scoreboard-mini-intel.json", "The bundled model, Intel Xeon", BOARD),
     ("scoreboard-t5-small-amd.json", "t5-small's size, AMD EPYC", BOARD),
     ("scoreboard-t5-small-intel.json", "t5-small's size, Intel Xeon", BOARD),
-    ("ladder-amd.json", "From the naive loop upwards, AMD EPYC", {"cell": lambda row: row["cell"], **LADDER}),
-    ("ladder-intel.json", "From the naive loop upwards, Intel Xeon", {"cell": lambda row: row["cell"], **LADDER}),
+    ("ladder-amd.json", "From the naive loop upwards, AMD EPYC", CLIMBED),
+    ("ladder-intel.json", "From the naive loop upwards, Intel Xeon", CLIMBED),
     ("peers-amd.json", "Beside its peers, AMD EPYC with AVX-512", PEERS),
     ("peers-amd-avx2.json", "Beside its peers, AMD EPYC with AVX2", PEERS),
     ("peers-intel.json", "Beside its peers, Intel Xeon", PEERS),
