@@ -7,6 +7,7 @@ stopped; ``data/results/peers-amd.json`` is a run. ``--grid families`` measures 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
@@ -24,7 +25,6 @@ from bench.peers import (
     OPTIMUM,
     OURS_EXACT,
     OURS_GENERATE,
-    Grid,
     PeerSystem,
     Worker,
     cell_label,
@@ -107,12 +107,11 @@ def chosen_cells(wanted: str | None, grid: Sequence[Work]) -> list[Work]:
     return cells
 
 
-def chosen_systems(wanted: Sequence[str] | None, grid: Grid) -> list[list[PeerSystem]]:
-    """The grid's groups of systems, or of these what was asked for and the reference."""
-    known = {system.name for group in grid.systems() for system in group}
-    if unknown := {*(wanted or ())} - known:
-        raise InputError(f"--systems must be of {sorted(known)}, got {sorted(unknown)}.")
-    return grid.systems(wanted)
+def chosen_names(option: str, wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """The known names, or of these what was asked for by the option."""
+    if unknown := {*(wanted or ())} - {*known}:
+        raise InputError(f"--{option} must be of {sorted(known)}, got {sorted(unknown)}.")
+    return [name for name in known if not wanted or name in wanted]
 
 
 def main() -> None:
@@ -122,6 +121,7 @@ def main() -> None:
     parser.add_argument("--json", type=file_path, help="where the rows go (build/peers/peers-GRID.json)")
     parser.add_argument("--build", type=Path, default=ROOT / "build/peers", help="environments and converted models")
     parser.add_argument("--quick", action="store_true", help="a corner of the grid, a few minutes")
+    parser.add_argument("--models", nargs="*", help="some models of the grid alone, by name")
     parser.add_argument("--cell", help="one cell alone: its batch, source tokens and beams, as in 32,512,4")
     parser.add_argument("--systems", nargs="*", help="some systems alone, by name; the reference is one in any case")
     parser.add_argument("--rounds", type=int, default=3, help="pairs per cell (3)")
@@ -129,14 +129,18 @@ def main() -> None:
     args = parser.parse_args()
     grid, json_file = GRIDS[args.grid], args.json or args.build / f"peers-{args.grid}.json"
     cells = chosen_cells(args.cell, grid.quick if args.quick else grid.cells)
-    groups = chosen_systems(args.systems, grid)
-    chosen = [*(["--grid", args.grid] if args.grid != "cpu" else []), *(["--cell", args.cell] if args.cell else []),
+    models = chosen_names("models", args.models, grid.models)
+    groups = grid.systems(chosen_names("systems", args.systems, [one.name for one in sum(grid.systems(), [])]))
+    chosen = [*(["--grid", args.grid] if args.grid != "cpu" else []),
+              *(["--models", *args.models] if args.models else []), *(["--cell", args.cell] if args.cell else []),
               *(["--systems", *args.systems] if args.systems else [])]  # fmt: skip
     threads, started = machine.cpu_threads(), time.perf_counter()
     conditions = environment() | {"threads": threads, "model": ", ".join(grid.models), "rounds": args.rounds}
     conditions["versions"] |= versions_of([system for group in grid.systems() for system in group], args.build, threads)
     rows = rows_so_far(json_file, conditions)
-    for model in grid.models:
+    commands = json.loads(json_file.read_text(encoding="utf-8"))["command"].split("; ") if rows else []
+    commands.append(shlex.join(["python", "-m", "bench.record.peers", *chosen]))
+    for model in models:
         save_model(model, args.build / "models" / model.rpartition(":")[2].rpartition("/")[2])
         for systems in groups:
             done = {(row["system"], *model_and_cell(row)) for row in rows}
@@ -159,19 +163,19 @@ def main() -> None:
                     taking_part = {system: worker for system, worker in workers.items() if system.cells(cell)}
                     found = measure_cell(cell, taking_part, rounds=args.rounds, model=model, threads=threads)
                     rows += [row for row in found if (row["system"], model, cell) not in done]
-                    write(json_file, conditions, rows, chosen)
+                    write(json_file, conditions, rows, "; ".join(dict.fromkeys(commands)))
     show(rows, json_file.with_suffix(".png"))
 
 
-def write(path: Path, conditions: dict[str, Any], rows: list[Row], chosen: Sequence[str] = ()) -> None:
-    """Rows in the order of the grids; the command says which part of one was ``chosen``."""
+def write(path: Path, conditions: dict[str, Any], rows: list[Row], command: str) -> None:
+    """Rows in the order of the grids."""
     order = {
         (model, cell): number for number, (model, cell) in enumerate(
             (model, cell) for grid in GRIDS.values() for model in grid.models for cell in grid.cells
         )
     }  # fmt: skip
     rows = sorted(rows, key=lambda row: order.get(model_and_cell(row), len(order)))
-    write_rows(path, rows, command=shlex.join(["python", "-m", "bench.record.peers", *chosen]), **conditions)
+    write_rows(path, rows, command=command, **conditions)
 
 
 def show(rows: list[Row], picture: Path) -> None:
