@@ -247,6 +247,7 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], *, command: str, **more: Any) -> None:
     """Write rows with their machine, versions, commit, date and command; ``more`` adds to these or replaces them."""
+    command = command.replace(str(path), os.path.basename(path))  # no folders of this machine
     content = {**environment(), "date": today(), "command": command, **more}
     write_json(path, {**content, "rows": [checked(row) for row in rows]})
 

@@ -20,13 +20,14 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_says_where_it_is_from_and_names_a_gpu_in_place_of_the_processor(no_gpu: None, tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.json", [{"system": "a"}], command="a command", more=2)
-    found = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    path = tmp_path / "rows.json"
+    write_rows(path, [{"system": "a"}], command=f"a command --json {path}", more=2)
+    found = json.loads(path.read_text(encoding="utf-8"))
     assert {name: found[name] for name in ("command", "more", "rows")} == {
-        "command": "a command", "more": 2, "rows": [{"system": "a"}],
+        "command": "a command --json rows.json", "more": 2, "rows": [{"system": "a"}],
     }  # fmt: skip
     assert {name: found[name] for name in rows.environment()} == rows.environment() and found["date"] == rows.today()
-    assert found["machine"]["cpu"] in provenance(found) and provenance(found).endswith("a command")
+    assert found["machine"]["cpu"] in provenance(found) and provenance(found).endswith("--json rows.json")
     machine_facts = {"cpu": "a CPU", "usable_threads": 2, "gpu": {"name": "NVIDIA H200", "memory_bytes": 1}}
     record = {"machine": machine_facts, "versions": {"torch": "1"}, "date": "today", "commit": None, "command": "c"}
     said = provenance({**record, "rows": [{}]})

@@ -61,6 +61,7 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
     assert data["rows"] and data["machine"]["cpu"] and data["versions"]["torch"] and data["commit"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", data["date"])
     assert re.match(r"t5accel |python (scripts/|-m (bench|training)[ .])", data["command"])
+    assert " /" not in data["command"]
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem.startswith("scoreboard-")], ids=lambda path: path.stem)
