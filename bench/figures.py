@@ -371,8 +371,8 @@ def plot_peers(runs: Mapping[str, Rows], path: str | os.PathLike[str] | None = N
     """Our engine over the best peers in fp32 and in int8, as `plot_standings`, from recorded rows by title."""
     boards = {}
     for title, rows in runs.items():
-        boards[f"{title}: fp32 over the best fp32 peer"] = list(peer_results(rows))
-        boards[f"{title}: int8 over the best int8 peer"] = list(peer_results(rows, ours=int8_for, precision="int8"))
+        boards[f"{title}\nfp32 over the best fp32 peer"] = list(peer_results(rows))
+        boards[f"{title}\nint8 over the best int8 peer"] = list(peer_results(rows, ours=int8_for, precision="int8"))
     return plot_standings(boards, path)
 
 
