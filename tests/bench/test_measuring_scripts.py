@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from conftest import TINY
 
-from bench.record import encoders, peers, peers_quality, retest
+from bench.record import encoders, peers_quality, retest
 from bench.record.engine import growth, soak
+from bench.record.peers import save_model
 from bench.results import checked
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
-from t5accel.errors import InputError
 from t5accel.models.load import load_model
 from t5accel.models.random_init import random_t5
 from t5accel.precision.recipes import RECIPES
@@ -170,7 +170,7 @@ def test_a_row_of_encoders_says_time_memory_and_how_close(tmp_path: Path, monkey
 
 def test_a_row_of_quality_has_the_scores_of_answers_that_end_by_themselves(tmp_path: Path) -> None:
     model = peers_quality.MODEL
-    peers.save_model(model, tmp_path / "models" / model)
+    save_model(model, tmp_path / "models" / model)
     system, tokenizer = peers_quality.SYSTEMS["t5accel int8"], load_model(model)[1]
     row = checked(peers_quality.score(system, tmp_path, tokenizer, limit=2))
     assert row["bleu"] > 20 and row["rougeL"] > 40 and row["recipe_hash"] and row["limit"] == 2
@@ -195,31 +195,6 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sys, "argv", ["peers_quality", "--json", str(tmp_path / "rows.json"), "--systems", *names])
         peers_quality.main()
     assert sorted(asked) == ["CTranslate2 int8", "llama.cpp q8_0", "torchao int4, compiled"]
-
-
-def test_passes_over_parts_of_a_grid_make_one_file_that_names_each_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, model = tmp_path / "rows.json", "random:opus-mt"
-    monkeypatch.setattr(peers, "versions_of", lambda *_: {})
-    monkeypatch.setattr(peers, "save_model", lambda *_: None)
-    monkeypatch.setattr(peers, "start_all", lambda _, systems, *__: dict.fromkeys(systems))
-    cell = dict(batch=1, source_tokens=128, new_tokens=64, beams=1)
-    monkeypatch.setattr(peers, "measure_cell", lambda _, workers, **__: [
-        {"system": one.name, "model": model, **cell} for one in workers
-    ])  # fmt: skip
-    monkeypatch.setattr(peers, "show", lambda *_: None)
-    command = ["--grid", "families", "--models", model, "--cell", "1,128,1", "--systems"]
-    for system in ("OpenVINO", "CTranslate2", "CTranslate2"):
-        monkeypatch.setattr(sys, "argv", ["peers", "--json", str(out), *command, system])
-        peers.main()
-    found = json.loads(out.read_text())
-    assert sorted(row["system"] for row in found["rows"]) == ["CTranslate2", "OpenVINO", "transformers 4.57"]
-    passes = [f"python -m bench.record.peers {' '.join(command)} {one}" for one in ("OpenVINO", "CTranslate2")]
-    assert found["command"] == "; ".join(passes)
-    monkeypatch.setattr(sys, "argv", ["peers", "--models", "random:t5-tiny"])
-    with pytest.raises(InputError, match="--models must be of"):
-        peers.main()
 
 
 SMALL = dict(generations=6, settled_after=3, largest_batch=3, longest_source=5, longest_answer=2)

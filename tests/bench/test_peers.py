@@ -230,13 +230,38 @@ def test_an_interrupted_grid_goes_on_in_its_order(script: Any, tmp_path: Path):
     rows = [
         row(OURS, [1], cell) | {"model": model} for cell in GRIDS["families"].cells[::-1] for model in (second, first)
     ]
-    script.write(path, conditions, rows)
+    script.write(path, conditions, rows, "a command")
     places = [peers.model_and_cell(entry) for entry in script.rows_so_far(path, conditions)]
     assert places == [(model, cell) for model in (first, second) for cell in GRIDS["families"].cells]
     (small,) = GRIDS["cpu"].models
-    script.write(path, conditions, [row(OURS, [1], GRID[number]) | {"model": small} for number in (1, 0)])
+    script.write(path, conditions, [row(OURS, [1], GRID[number]) | {"model": small} for number in (1, 0)], "a command")
     assert [peers.cell_of(entry) for entry in script.rows_so_far(path, conditions)] == [GRID[0], GRID[1]]
     assert {"date", "command", "rows"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+
+
+def test_passes_over_parts_of_a_grid_make_one_file_that_names_each_command(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, model = tmp_path / "rows.json", "random:opus-mt"
+    monkeypatch.setattr(script, "versions_of", lambda *_: {})
+    monkeypatch.setattr(script, "save_model", lambda *_: None)
+    monkeypatch.setattr(script, "start_all", lambda _, systems, *__: dict.fromkeys(systems))
+    cell = dict(batch=1, source_tokens=128, new_tokens=64, beams=1)
+    monkeypatch.setattr(script, "measure_cell", lambda _, workers, **__: [
+        {"system": one.name, "model": model, **cell} for one in workers
+    ])  # fmt: skip
+    monkeypatch.setattr(script, "show", lambda *_: None)
+    command = ["--grid", "families", "--models", model, "--cell", "1,128,1", "--systems"]
+    for system in ("OpenVINO", "CTranslate2", "CTranslate2"):
+        monkeypatch.setattr(sys, "argv", ["peers", "--json", str(out), *command, system])
+        script.main()
+    found = json.loads(out.read_text())
+    assert sorted(row["system"] for row in found["rows"]) == ["CTranslate2", "OpenVINO", "transformers 4.57"]
+    passes = [f"python -m bench.record.peers {' '.join(command)} {one}" for one in ("OpenVINO", "CTranslate2")]
+    assert found["command"] == "; ".join(passes)
+    monkeypatch.setattr(sys, "argv", ["peers", "--models", "random:t5-tiny"])
+    with pytest.raises(InputError, match="--models must be of"):
+        script.main()
 
 
 def test_families_are_measured_as_they_are_published(script: Any, tmp_path: Path, monkeypatch):
