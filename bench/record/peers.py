@@ -130,13 +130,14 @@ def main() -> None:
     grid, json_file = GRIDS[args.grid], args.json or args.build / f"peers-{args.grid}.json"
     cells = chosen_cells(args.cell, grid.quick if args.quick else grid.cells)
     models = chosen_names("models", args.models, grid.models)
-    groups = grid.systems(chosen_names("systems", args.systems, [one.name for one in sum(grid.systems(), [])]))
+    known = [system for group in grid.systems() for system in group]
+    groups = grid.systems(chosen_names("systems", args.systems, [system.name for system in known]))
     chosen = [*(["--grid", args.grid] if args.grid != "cpu" else []),
               *(["--models", *args.models] if args.models else []), *(["--cell", args.cell] if args.cell else []),
               *(["--systems", *args.systems] if args.systems else [])]  # fmt: skip
     threads, started = machine.cpu_threads(), time.perf_counter()
     conditions = environment() | {"threads": threads, "model": ", ".join(grid.models), "rounds": args.rounds}
-    conditions["versions"] |= versions_of([system for group in grid.systems() for system in group], args.build, threads)
+    conditions["versions"] |= versions_of(known, args.build, threads)
     rows = rows_so_far(json_file, conditions)
     commands = json.loads(json_file.read_text(encoding="utf-8"))["command"].split("; ") if rows else []
     commands.append(shlex.join(["python", "-m", "bench.record.peers", *chosen]))
