@@ -64,25 +64,12 @@ class GenerationInputs:
         pad = -1 if backend.pad_token_id in eos_token_ids else backend.pad_token_id
         source_vocabulary = getattr(backend, "source_vocab_size", backend.vocab_size)
         ids, mask = as_batch(input_ids, attention_mask, pad_token_id=pad, vocab_size=source_vocabulary)
-        longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
-        if min_new_tokens is not None and as_count(min_new_tokens, "min_new_tokens", at_least=0) > longest:
-            raise InputError(f"min_new_tokens must be at most max_new_tokens, {longest}, got {min_new_tokens}.")
-        start = backend.decoder_start_token_id
-        if decoder_start_token_id is not None:
-            start = as_count(decoder_start_token_id, "decoder_start_token_id", at_least=0)
-            if start >= backend.vocab_size:
-                raise InputError(f"decoder_start_token_id must be below {backend.vocab_size}, got {start}.")
+        bounds = (max_new_tokens, min_new_tokens, forced_bos_token_id, decoder_start_token_id)
+        longest, start = checked_bounds(backend, *bounds)
         prefix = _prefix(backend, decoder_input_ids, len(ids), start)
         shortest = rules.min_new(min_new_tokens, longest=longest, prefix=prefix.shape[1])
         check_positions(backend, prefix.shape[1] + longest - 1)
-        if forced_bos_token_id is not None:
-            first = as_count(forced_bos_token_id, "forced_bos_token_id", at_least=0)
-            if first >= backend.vocab_size or first in eos_token_ids:
-                raise InputError(
-                    f"forced_bos_token_id must be a token below {backend.vocab_size} and no end token "
-                    f"({', '.join(map(str, eos_token_ids))}), got {first}. Give another token."
-                )
-            rules = rules.with_bos(first)
+        rules = rules.with_bos(forced_bos_token_id)
         return cls(ids, mask, prefix, longest, shortest, eos_token_ids, rules)
 
     def suppressed(self, length: int) -> SuppressedTokens:
@@ -92,6 +79,33 @@ class GenerationInputs:
     def forced_token(self, length: int) -> int | None:
         """The token that must follow ``length`` new tokens, if the model has no choice."""
         return self.rules.forced_token(length, longest=self.max_new_tokens, has_prefix=self.prefix.shape[1] > 1)
+
+
+def checked_bounds(
+    backend: Backend,
+    max_new_tokens: int,
+    min_new_tokens: int | None = None,
+    forced_bos_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
+) -> tuple[int, int]:
+    """The most new tokens and the start token of an output; raises ``InputError``."""
+    longest = as_count(max_new_tokens, "max_new_tokens", at_least=1)
+    if min_new_tokens is not None and as_count(min_new_tokens, "min_new_tokens", at_least=0) > longest:
+        raise InputError(f"min_new_tokens must be at most max_new_tokens, {longest}, got {min_new_tokens}.")
+    start = backend.decoder_start_token_id
+    if decoder_start_token_id is not None:
+        start = as_count(decoder_start_token_id, "decoder_start_token_id", at_least=0)
+        if start >= backend.vocab_size:
+            raise InputError(f"decoder_start_token_id must be below {backend.vocab_size}, got {start}.")
+    if forced_bos_token_id is not None:
+        first = as_count(forced_bos_token_id, "forced_bos_token_id", at_least=0)
+        ends = getattr(backend, "rules", NO_CONSTRAINTS).eos_tokens(backend.eos_token_id)
+        if first >= backend.vocab_size or first in ends:
+            raise InputError(
+                f"forced_bos_token_id must be a token below {backend.vocab_size} and no end token "
+                f"({', '.join(map(str, ends))}), got {first}. Give another token."
+            )
+    return longest, start
 
 
 def check_positions(backend: Backend, decoder_tokens: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,14 +68,15 @@ class SchedulerLimits:
                     f"({request.rows} rows, {ids} source tokens, {new} new tokens)."
                 )
 
-    def require_place(self, waiting: Sequence[GenerationRequest], requests: int, tokens: int, wait_s: float) -> None:
+    def require_place(self, waiting: tuple[int, int], more: tuple[int, int], wait_s: float) -> None:
         """As `require_place`, for requests and their tokens."""
         most_tokens = self.queued_tokens
         if most_tokens is None:
             most_tokens = max(self.queue, self.rows) * (self.source_tokens + self.new_tokens)
-        queued = sum(request.most_tokens for request in waiting)
-        require_place("requests", len(waiting), requests, self.queue, wait_s)
-        require_place("tokens", queued, tokens, most_tokens, wait_s)
+        for what, has, wants, most in zip(
+            ("requests", "tokens"), waiting, more, (self.queue, most_tokens), strict=True
+        ):
+            require_place(what, has, wants, most, wait_s)
 
 
 def require_place(what: str, waiting: int, more: int, most: int, wait_s: float) -> None:

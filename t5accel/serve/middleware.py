@@ -134,22 +134,19 @@ class RequestLimits:
 
     async def _body(self, head: dict[bytes, bytes], receive: Any) -> bytes:
         most = self.settings.body_kb * 1024
-        too_large = HTTPError(413, f"The body has more than {most} bytes.")
-        if int(head.get(b"content-length", b"0")) > most:
-            raise too_large
-        body, more = bytearray(), True
+        size, body, more = int(head.get(b"content-length", b"0")), bytearray(), True
         try:
             async with asyncio.timeout(self.settings.body_timeout_s):
-                while more:
+                while more and size <= most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ConnectionError
                     body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > most:
-                        raise too_large
+                    size, more = max(size, len(body)), message.get("more_body", False)
         except TimeoutError as error:
             raise HTTPError(408, f"The body did not arrive within {self.settings.body_timeout_s:g} s.") from error
+        if size > most:
+            raise HTTPError(413, f"The body has more than {most} bytes.")
         return bytes(body)
 
 

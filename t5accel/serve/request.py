@@ -50,6 +50,8 @@ class GenerationRequest:
         if self.priority > MOST_PRIORITY:
             raise InputError(f"priority must be {-MOST_PRIORITY} … {MOST_PRIORITY}, got {self.priority}.")
         object.__setattr__(self, "input_ids", np.array(as_integers(self.input_ids, "input_ids", rank=1)))
+        if not self.input_ids.size:
+            raise InputError("input_ids must have at least one token, got none.")
         if self.deadline_s is not None and not (is_number(self.deadline_s) and 0 < self.deadline_s < 1e9):
             raise InputError(f"deadline_s must be seconds above 0, or None, got {self.deadline_s!r}.")
         if self.sampling is not None and not isinstance(self.sampling, SamplingParams):
@@ -70,7 +72,7 @@ class GenerationRequest:
 
     @property
     def bounds(self) -> dict[str, int | None]:
-        """Arguments of `GenerationInputs.checked`, by name."""
+        """Arguments of `checked_bounds`, by name."""
         names = ("max_new_tokens", "min_new_tokens", "forced_bos_token_id", "decoder_start_token_id")
         return {name: getattr(self, name) for name in names}
 
@@ -79,14 +81,9 @@ class GenerationRequest:
         return self.num_return_sequences if self.sampling is not None else self.num_beams
 
     @property
-    def lengths(self) -> tuple[int, int]:
-        """Source tokens, and the most new ones."""
-        return len(self.input_ids), self.max_new_tokens
-
-    @property
     def most_tokens(self) -> int:
         """Upper bound of the work: source and new tokens, times rows."""
-        return self.rows * sum(self.lengths)
+        return self.rows * (len(self.input_ids) + self.max_new_tokens)
 
 
 @dataclass(frozen=True)

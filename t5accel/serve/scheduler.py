@@ -11,15 +11,16 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from t5accel.decoding.backend import Backend, Source
+from t5accel.checks import check_vocabulary
+from t5accel.decoding.backend import Backend, Source, check_backend
 from t5accel.decoding.beam import BeamTopK
 from t5accel.decoding.encoder_cache import EncoderCache
-from t5accel.decoding.request import GenerationInputs
+from t5accel.decoding.request import check_positions, checked_bounds
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS
 from t5accel.errors import EngineError, ShuttingDownError
 from t5accel.precision.recipes import recipe_from_json
@@ -67,8 +68,9 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         thread: bool = True,
     ):
+        check_backend(backend)
         getattr(backend, "rules", NO_CONSTRAINTS).require_supported()
-        self.backend = backend
+        self.backend, self._source_entries = backend, getattr(backend, "source_vocab_size", backend.vocab_size)
         self.limits = limits or SchedulerLimits()
         recipe = getattr(getattr(backend, "manifest", None), "recipe", None)
         self._encodes_alone = bool(recipe) and needs_unbatched_encoding(recipe_from_json(recipe))
@@ -88,6 +90,7 @@ class Scheduler:
         self._observe, self._notify, self._clock = observe, notify or _notify_listeners, clock
         self._changed = threading.Condition()  # guards the queue and the end
         self._queue: list[RequestHandle] = []  # sorted
+        self.queued_tokens = 0  # of the waiting requests
         self._submitted = 0
         self.is_open = True  # new requests are accepted
         self._ends_at = math.inf
@@ -159,6 +162,7 @@ class Scheduler:
                 for sequence in of_request:
                     sequence.owner = handles[-1]
                 bisect.insort(self._queue, handles[-1], key=lambda handle: handle.place)
+                self.queued_tokens += request.most_tokens
             self._changed.notify_all()
         return handles
 
@@ -168,18 +172,18 @@ class Scheduler:
         self._require_place(count, count * request.most_tokens)
 
     def _sequences(self, request: GenerationRequest) -> list[RunningSequence]:
-        ids = request.input_ids
-        GenerationInputs.checked(self.backend, ids[None], np.ones_like(ids)[None], **request.bounds)
+        check_vocabulary(request.input_ids, self._source_entries)
+        checked_bounds(self.backend, **request.bounds)
+        check_positions(self.backend, request.max_new_tokens)
         self.limits.check(request, self._key_value_bytes)
         return sequences_for(self.backend, request, self._continuations)
 
     def _require_place(self, requests: int, tokens: int) -> None:
         if not self.is_open:
             raise ShuttingDownError("The server is shutting down and takes no more requests.")
-        waiting = [handle.request for handle in list(self._queue)]
         times = list(self._finished)  # by whose rate the queue will have a place
-        wait_s = len(waiting) * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1.0
-        self.limits.require_place(waiting, requests, tokens, wait_s)
+        wait_s = self.waiting * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1.0
+        self.limits.require_place((self.waiting, self.queued_tokens), (requests, tokens), wait_s)
 
     def drain(self, grace_s: float) -> None:
         """Accept no more requests; fail unfinished ones after ``grace_s`` seconds."""
@@ -247,7 +251,9 @@ class Scheduler:
         with self._changed:
             handles = [*self._queue, *self._running]
             errors = {handle: error for handle in handles if (error := handle.cancellation_error(now) or late)}
-            self._queue = [handle for handle in self._queue if handle not in errors]
+            if errors:
+                self._queue = [handle for handle in self._queue if handle not in errors]
+                self.queued_tokens = sum(handle.request.most_tokens for handle in self._queue)
         for handle, error in errors.items():
             self._fail(handle, error)
 
@@ -285,10 +291,12 @@ class Scheduler:
             return []
         chosen: list[RequestHandle] = []
         seconds = 0.0  # to encode their sources
+        size = _size(self._running)
         with self._changed:
             while self._queue:
                 handle = self._queue[0]
-                if not self._fits([*self._running, *chosen, handle]):
+                size = _size([handle], size)
+                if not self._fits(*size):
                     break
                 handle.reused = self._is_cached(handle)
                 if self._running and not handle.reused:
@@ -298,12 +306,11 @@ class Scheduler:
                         break
                 chosen.append(handle)
                 del self._queue[0]
+                self.queued_tokens -= handle.request.most_tokens
         return chosen
 
-    def _fits(self, handles: Sequence[RequestHandle]) -> bool:
-        requests, most = [handle.request for handle in handles], self.limits.key_value_bytes
-        rows = sum(request.rows for request in requests)
-        source, new = (max(sizes) for sizes in zip(*(request.lengths for request in requests), strict=True))
+    def _fits(self, rows: int, source: int, new: int) -> bool:
+        most = self.limits.key_value_bytes
         return rows <= self.limits.rows and (most is None or self._key_value_bytes(rows, source, new) <= most)
 
     def _is_cached(self, handle: RequestHandle) -> bool:
@@ -395,6 +402,15 @@ class Scheduler:
                 self._updates[handle.number] = handle
                 self._observe("total_s", now - handle.submitted_s)
                 self._observe("finished", 1)
+
+
+def _size(handles: Iterable[RequestHandle], beside: tuple[int, int, int] = (0, 0, 0)) -> tuple[int, int, int]:
+    """Rows, and the longest source and result, of requests and of those whose size is given."""
+    rows, source, new = beside
+    for handle in handles:
+        rows += handle.request.rows
+        source, new = max(source, len(handle.request.input_ids)), max(new, handle.request.max_new_tokens)
+    return rows, source, new
 
 
 def _source_tokens(handle: RequestHandle) -> int:

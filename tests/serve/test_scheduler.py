@@ -200,6 +200,7 @@ def test_results_are_those_of_each_request_alone(events: list[Event], rows: int,
         else:
             assert pairs(ticket.result(0)) == by_itself(ticket.request, backend)
     assert (scheduler.rows, scheduler.running, scheduler.waiting, scheduler.failures) == (0, 0, 0, 0)
+    assert scheduler.queued_tokens == 0
     assert scheduler.encoded + scheduler.reused >= len(tickets) - len(cancelled)
 
 
