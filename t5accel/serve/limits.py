@@ -69,14 +69,12 @@ class SchedulerLimits:
                 )
 
     def require_place(self, waiting: tuple[int, int], more: tuple[int, int], wait_s: float) -> None:
-        """As `require_place`, for requests and their tokens."""
+        """As `require_place`, for requests and tokens: how many wait, and how many come."""
         most_tokens = self.queued_tokens
         if most_tokens is None:
             most_tokens = max(self.queue, self.rows) * (self.source_tokens + self.new_tokens)
-        for what, has, wants, most in zip(
-            ("requests", "tokens"), waiting, more, (self.queue, most_tokens), strict=True
-        ):
-            require_place(what, has, wants, most, wait_s)
+        require_place("requests", waiting[0], more[0], self.queue, wait_s)
+        require_place("tokens", waiting[1], more[1], most_tokens, wait_s)
 
 
 def require_place(what: str, waiting: int, more: int, most: int, wait_s: float) -> None:
