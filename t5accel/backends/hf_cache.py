@@ -20,7 +20,7 @@ from t5accel.decoding.request import check_positions
 from t5accel.errors import InputError
 from t5accel.models.t5_math import cache_name
 
-_V5 = int(transformers.__version__.split(".")[0]) >= 5
+IS_V5 = int(transformers.__version__.split(".")[0]) >= 5
 CACHE = cache_name()
 
 
@@ -29,6 +29,12 @@ def _stays_in_the_backend(*_: Any, **__: Any) -> Any:
         "The encoder's hidden states stay in the backend. Give this object to generate() or forward() as "
         "encoder_outputs, and use transformers' own model where hidden states are wanted."
     )
+
+
+def discard_draws(count: int) -> None:
+    """Draw as M2M100's layers do in transformers 4.57, which discard the numbers: else a seed gives other samples."""
+    for _ in range(count):
+        torch.rand([])
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +88,8 @@ class BackendEncoder:
 
     main_input_name = "input_ids"
 
-    def __init__(self, backend: Backend, *, masks_padding: bool = False):
-        self.backend, self.masks_padding = backend, masks_padding
+    def __init__(self, backend: Backend, *, masks_padding: bool = False, draws: int = 0):
+        self.backend, self.masks_padding, self.draws = backend, masks_padding, draws
 
     def forward(
         self, input_ids: Any = None, attention_mask: Any = None, return_dict: bool | None = None, **unsupported: Any
@@ -102,6 +108,7 @@ class BackendEncoder:
         masked = ~mask.any(axis=1) & self._hides_whole_rows()
         ids, mask = as_batch(ids, np.where(masked[:, None], 1, mask), vocab_size=entries)
         mask[masked] = 0
+        discard_draws(self.draws)
         source, device = self.backend.encode(ids, mask), torch.device(getattr(input_ids, "device", "cpu"))
         return EncodedBatch(self.backend, source, ids, mask, np.arange(len(ids)), device)
 
@@ -112,7 +119,7 @@ class BackendEncoder:
         if isinstance(self.backend, EncoderCache):  # without tokens it has nothing to keep
             return False
         # On 5.x transformers' own models with absolute positions attend to nothing there, and our graphs to everything.
-        return hasattr(self.backend, "model") or not _V5 or not hasattr(self.backend, "positions")
+        return hasattr(self.backend, "model") or not IS_V5 or not hasattr(self.backend, "positions")
 
 
 class DecoderCache:
@@ -197,7 +204,7 @@ class DecoderCache:
 
     def crop(self, length: int) -> None:
         """Keep the first ``length`` positions, or drop the last ``-length``; 0 keeps none (on 5.x: all)."""
-        if length == 0 and _V5:
+        if length == 0 and IS_V5:
             return
         length = max(0, self.length + length) if length < 0 else length
         dropped = self.length - length

@@ -23,11 +23,13 @@ from transformers.models.auto import modeling_auto
 
 from t5accel.backends.hf_cache import (
     CACHE,
+    IS_V5,
     BackendEncoder,
     DecoderCache,
     EncodedBatch,
     as_cache,
     as_encoded,
+    discard_draws,
     named_cache,
     reject_text,
     reject_unsupported,
@@ -35,13 +37,15 @@ from t5accel.backends.hf_cache import (
 from t5accel.backends.hf_loops import BackendLoops
 from t5accel.backends.hf_module import WeightlessModule
 from t5accel.backends.runtimes import export_backend
-from t5accel.checks import as_count
+from t5accel.backends.torch_eager import TorchEager
+from t5accel.checks import as_count, as_integers
 from t5accel.decoding.backend import Backend, check_backend
 from t5accel.decoding.token_constraints import check_special_tokens, constraints_from_config, special_tokens
 from t5accel.errors import InputError, ModelUnavailableError
 from t5accel.graphs.atomic_write import locked, staged
 from t5accel.graphs.contract import MANIFEST, as_folder
 from t5accel.graphs.manifest import read_manifest
+from t5accel.models.families import GEMMAS
 from t5accel.models.load import load_pretrained, load_tokenizer
 
 if TYPE_CHECKING:
@@ -54,6 +58,7 @@ _UNSUPPORTED = (
     "decoder_head_mask", "cross_attn_head_mask", "pixel_values",
 )  # fmt: skip
 _UNSUPPORTED_MODES = "prefill_chunk_size return_legacy_cache assistant_early_exit use_mtp speculation_type".split()
+_NO_CACHE_WITH_LABELS = ("bart", "mbart", "marian", "pegasus")
 _SHIFT_THE_SOURCE = ("bart", "mbart")  # where forward() has no decoder ids, as transformers does
 _UPLOAD = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 _SHARDING = ("max_shard_size", "safe_serialization", "save_peft_format", "save_original_format")
@@ -107,8 +112,9 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         check_backend(backend, ("reorder", "rollback", "select_sources"))
-        # Marian's target may have a separate vocabulary.
-        entries = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
+        # Marian's target may have a separate vocabulary; of a T5Gemma 5.x resizes that of the decoder's configuration.
+        own = config.decoder if IS_V5 and config.model_type in GEMMAS else config
+        entries = getattr(own, "decoder_vocab_size", None) or getattr(own, "vocab_size", None)
         if entries != backend.vocab_size:
             raise InputError(
                 f"config.vocab_size must be the backend's, {backend.vocab_size!r}, got {entries!r}. Give the "
@@ -136,7 +142,11 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
                 stacklevel=2,
             )
         self.backend, self.tokenizer = backend, tokenizer
-        self.encoder = BackendEncoder(backend, masks_padding=config.model_type == "t5gemma")
+        draws = not IS_V5 and config.model_type == "m2m_100" and not isinstance(backend, TorchEager)
+        self.decoder_draws = config.decoder_layers if draws else 0
+        self.encoder = BackendEncoder(
+            backend, masks_padding=config.model_type == "t5gemma", draws=config.encoder_layers if draws else 0
+        )
         self.eval()
         # transformers 4.57 logs an error when a pipeline is given a class that is not listed. No model has such a type.
         name = type(self).__name__
@@ -184,12 +194,17 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
                 raise InputError("There is nothing to decode. Give decoder_input_ids or labels, or use generate().")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(shifted)
         self._reject_inner_padding(decoder_input_ids)
+        is_cached = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
+        if labels is not None and self.config.model_type in _NO_CACHE_WITH_LABELS:
+            is_cached = False
+        if not (given or is_cached) and decoder_attention_mask is None:
+            self._reject_masked_padding(decoder_input_ids)
         logits, loss = cache.append(decoder_input_ids, decoder_attention_mask), None
+        discard_draws(self.decoder_draws)
         logits = logits.to(getattr(decoder_input_ids, "device", "cpu"))
         if labels is not None:
             expected = labels.flatten().to(logits.device)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), expected, ignore_index=-100)
-        is_cached = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
         output = Seq2SeqLMOutput(loss=loss, logits=logits, **{CACHE: cache if is_cached else None})
         is_named = self.config.return_dict if return_dict is None else return_dict
         return output if is_named else output.to_tuple()
@@ -200,7 +215,10 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
             from transformers.models.mbart.modeling_mbart import shift_tokens_right
 
             return shift_tokens_right(labels, self.config.pad_token_id)
-        start, pad = (getattr(self.config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+        own, first = self.config, "decoder_start_token_id"
+        if own.model_type in GEMMAS:
+            own, first = own.decoder, "bos_token_id"
+        start, pad = (getattr(own, name, None) for name in (first, "pad_token_id"))
         start = self.backend.decoder_start_token_id if start is None else start
         shifted = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], dim=1)
         return shifted.masked_fill(shifted == -100, self.backend.pad_token_id if pad is None else pad)
@@ -229,6 +247,15 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
             pads = ids == self.backend.pad_token_id
             if (pads[:, :-1] & ~pads[:, 1:]).any():
                 raise InputError("decoder_input_ids of an M2M100 must have no padding before other tokens, got some.")
+
+    def _reject_masked_padding(self, ids: Any) -> None:
+        if (
+            self.encoder.masks_padding
+            and (as_integers(ids, "decoder_input_ids", rank=2) == self.backend.pad_token_id).any()
+        ):
+            raise InputError(
+                "use_cache must be left out for a T5Gemma whose decoder reads padding: it would be masked."
+            )
 
     # `generate` calls the next methods. 4.57 and 5.x give whole sequences, and more arguments than a backend needs.
 

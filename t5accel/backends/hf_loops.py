@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import generation
 
-from t5accel.backends.hf_cache import CACHE, DecoderCache
+from t5accel.backends.hf_cache import CACHE, DecoderCache, discard_draws
 from t5accel.checks import as_integers, check_vocabulary
 from t5accel.decoding.beam import BeamState
 from t5accel.decoding.greedy_search import greedy_steps
@@ -43,6 +43,7 @@ class BackendLoops:
     """Greedy search, sampling and beam search of `hf_generate.AcceleratedT5` on its backend."""
 
     backend: Any
+    decoder_draws = 0  # of `hf_cache.discard_draws`, for each call
 
     def _is_altered(self) -> bool:
         """Whether somebody changed what transformers calls at each step, which our loops would not call."""
@@ -110,6 +111,7 @@ class BackendLoops:
         while True:
             # A copy, which processors may write into: the backend uses the memory of its logits again.
             scores = logits_processor(sequences, cache.append(sequences[:, cache.length :])[:, -1].clone())
+            discard_draws(self.decoder_draws)
             if generation_config.do_sample:
                 tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
             else:
@@ -162,7 +164,8 @@ class BackendLoops:
         # An answer that ends with its first token, and a mode that transformers refuses, are left to it.
         if request is None or request.rules.forced_bos_token_id in request.eos_token_ids or config.low_memory:
             return None
-        if request.max_new_tokens == 1 and config.num_return_sequences > 1 and request.forced_token(0) is not None:
+        steps = range(request.max_new_tokens)
+        if config.num_return_sequences > 1 and all(request.forced_token(step) is not None for step in steps):
             return None  # there is one answer, which transformers returns several times
         banned = len(request.rules.suppress_tokens) + (prefix.shape[1] + request.max_new_tokens) * bool(history)
         if banned and banned + (1 + len(request.eos_token_ids)) * beams > self.backend.vocab_size:
@@ -238,7 +241,7 @@ def _reads_history(processor: Any) -> bool:
 
 def _process(processors: Sequence[Any], sequences: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """Log-probabilities (n, K, V) as processors leave them."""
-    scores = torch.tensor(logits.reshape(-1, logits.shape[-1])).log_softmax(dim=-1)
+    scores = torch.from_numpy(logits.reshape(-1, logits.shape[-1]).copy()).log_softmax(dim=-1)
     ids = torch.from_numpy(sequences.reshape(len(scores), -1))
     for each in processors:
         scores = each(ids, scores)
@@ -283,8 +286,9 @@ def _constraints(processors: Sequence[Any], vocab_size: int) -> tuple[TokenConst
         else:
             others.append(each)
     forced = {token for name, token in fields.items() if name.startswith("forced")}
-    # transformers says what is wrong with tokens beyond the vocabulary, and whether a suppressed one is forced.
-    if len(seen) < len(processors) or max(never | forced, default=0) >= vocab_size or never & forced:
+    # transformers says what is wrong with tokens outside the vocabulary, and whether a suppressed one is forced.
+    is_outside = any(not 0 <= token < vocab_size for token in never | forced)
+    if len(seen) < len(processors) or is_outside or never & forced:
         return None
     return TokenConstraints(**fields, suppress_tokens=tuple(sorted(never))), others
 

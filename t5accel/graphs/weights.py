@@ -137,12 +137,19 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
         arrays=arrays,
         dims=dims,
         activation=config.activation_function,
-        norm_epsilon=1e-5,
+        norm_epsilon=_norm_epsilon(inner),
         family=family,
         embedding_scale=d_model**0.5 if family.scales_embedding and config.scale_embedding else 1.0,
         pad_token_id=config.pad_token_id,
         encoder_d_kv=d_model // encoder_heads,
     )
+
+
+def _norm_epsilon(model: Any) -> float:
+    epsilons = {module.eps for module in model.modules() if hasattr(module, "eps")}
+    if len(epsilons) != 1:
+        raise NotT5Error(f"All norms must have the same eps, got {sorted(epsilons)}.")
+    return epsilons.pop()
 
 
 def require_values(model: PreTrainedModel) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,18 +247,38 @@ def family_of_model(model: Any) -> Family:
                 f"{kind} must have one embedding for encoder and decoder, got two. transformers 5.0 to 5.17 load a "
                 "MADLAD-400 so: give its folder or hub id, or load it with another release."
             )
-        _require_built_distances(model)
+    if family.is_relative or family.is_gemma:
+        _require_built_constants(model, family)
     return family
 
 
-def _require_built_distances(model: Any) -> None:
-    """Raise ``InputError`` where a T5's configuration names other distances than its attention was built with."""
+def _require_built_constants(model: Any, family: Family) -> None:
+    """Raise ``InputError`` where the configuration names other constants than the modules were built with."""
     # transformers' modules keep what they were built with, and the graphs are built from the configuration.
+    constants = _gemma_constants(model) if family.is_gemma else _t5_constants(model)
+    for name, told, built in constants:
+        if built not in (None, told):
+            raise InputError(f"config.{name} must be {built}, as the model was built, got {told}: load it again.")
+
+
+def _t5_constants(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    config = model.config
     for attention in (block.layer[0].SelfAttention for block in (*model.encoder.block, *model.decoder.block)):
         for name in ("relative_attention_num_buckets", "relative_attention_max_distance"):
-            built, told = getattr(attention, name, None), getattr(model.config, name)
-            if built not in (None, told):
-                raise InputError(f"config.{name} must be {built}, as the model was built, got {told}: load it again.")
+            yield name, getattr(config, name), getattr(attention, name, None)
+    for norm in model.modules():
+        built = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))  # its own; apex's
+        yield "layer_norm_epsilon", config.layer_norm_epsilon, built
+
+
+def _gemma_constants(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    for stack, config in gemma_configs(model.config).items():
+        module = getattr(model.model, stack)
+        module = getattr(module, "text_model", module)
+        for norm in module.modules():
+            yield f"{stack}.rms_norm_eps", config.rms_norm_eps, getattr(norm, "eps", None)
+        for layer, kind in zip(module.layers, config.layer_types, strict=False):
+            yield f"{stack}.layer_types", kind, getattr(layer, "attention_type", None)
 
 
 def dims_of(model: Any, family: Family) -> T5Dims:

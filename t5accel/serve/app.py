@@ -24,7 +24,7 @@ from t5accel.serve import schemas
 from t5accel.serve.middleware import HTTPError, RequestLimits, ValidationError, error_response
 from t5accel.serve.monitoring import TEXT_FORMAT, log
 from t5accel.serve.request import RequestHandle
-from t5accel.serve.scheduler import ENDS
+from t5accel.serve.running_batch import ENDS
 from t5accel.serve.schemas import Completion, Generate
 from t5accel.serve.service import Service, TextService, unless_disconnected
 from t5accel.serve.settings import Settings

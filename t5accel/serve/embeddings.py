@@ -17,9 +17,10 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
 from t5accel.encoder import AcceleratedEncoder
-from t5accel.errors import EngineError, ShuttingDownError
+from t5accel.errors import EngineError, InputError, QueueFullError, ShuttingDownError
 from t5accel.serve.app import add_get_routes, empty_app, post, require_model
 from t5accel.serve.limits import require_place
+from t5accel.serve.middleware import HTTPError
 from t5accel.serve.monitoring import log
 from t5accel.serve.request import padded
 from t5accel.serve.scheduler import engine_error
@@ -134,7 +135,8 @@ class EmbeddingService(TextService):
         try:
             vectors = await unless_disconnected(all_done(), request.receive, deadline_s)
         except Exception as error:
-            self.metrics.observe(type(error).__name__, 1)
+            if not isinstance(error, HTTPError | InputError | QueueFullError):  # which refuse the request
+                self.metrics.observe(type(error).__name__, 1)
             raise
         finally:
             for future in futures:  # after a failure or a disconnect the others are not computed

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import time
 from typing import Any
 
@@ -28,6 +29,9 @@ STATUS: dict[type[Exception], tuple[int, dict[str, str]]] = {
     errors.CancelledError: (499, {}),
     errors.EngineError: (500, {}),
 }
+IN_OPENAI = {"text": "prompt", "max_new_tokens": "max_tokens", "num_return_sequences": "n"}  # our fields, by its names
+_FIELD = re.compile(r"(?!input_ids)([a-z_]+) must ")  # at the beginning of a message
+_OF_UNION = re.compile(r"str|bool|(list|literal)\[.*\]")  # what pydantic puts behind a field of several types
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # of errors; others by the class of their status
 
 
@@ -48,22 +52,27 @@ def error_response(error: BaseException, *, openai: bool = False) -> JSONRespons
     >>> error_response(errors.QueueFullError("Full.", 7)).headers["retry-after"]
     '7'
     """
-    if isinstance(error, ValidationError):  # pydantic's first finding, without the given value
-        found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(map(str, found["loc"]))[:80] or None
-        error = HTTPError(422, f"{name or 'The body'}: {found['msg']}.", param=name)
+    if isinstance(error, ValidationError):  # what pydantic says of the first field, without the given value
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        names = [".".join(str(part) for part in one["loc"] if not _OF_UNION.fullmatch(str(part))) for one in found]
+        said = dict.fromkeys(one["msg"] for one, name in zip(found, names, strict=True) if name == names[0])
+        name = names[0][:80] or None
+        error = HTTPError(422, f"{name or 'The body'}: {', or: '.join(said)}.", param=name)
     if not isinstance(error, HTTPError):
         status, headers = next((STATUS[kind] for kind in STATUS if isinstance(error, kind)), (500, {}))
         if isinstance(error, errors.QueueFullError):
             headers = {"Retry_After": str(error.retry_after_s)}
         message = str(error) if type(error) in STATUS else f"Unexpected {type(error).__name__}."
         error = HTTPError(status, message, **headers)
-    status, param = error.status, error.param
+    status, message, param = error.status, str(error), error.param
+    if param is None and (field := _FIELD.match(message)):
+        param = field[1]
     if openai:
         status = 400 if status in (413, 422) else status
-        param = "prompt" if param == "text" else param
+        if param in IN_OPENAI:
+            message, param = re.sub(rf"^{param}\b", IN_OPENAI[param], message), IN_OPENAI[param]
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    content = {"message": str(error), "type": kind, "param": param, "code": error.code}
+    content = {"message": message, "type": kind, "param": param, "code": error.code}
     return JSONResponse({"error": content}, status, headers=error.headers)
 
 

@@ -15,6 +15,9 @@ from t5accel.decoding.sampling import SamplingParams
 from t5accel.errors import CancelledError, DeadlineError, InputError
 
 MOST_PRIORITY = 1_000_000
+# The least value of each integer.
+_OPTIONAL = {"min_new_tokens": 0, "forced_bos_token_id": 0, "decoder_start_token_id": 0}
+_COUNTS = dict(max_new_tokens=1, num_beams=1, num_return_sequences=1, seed=0, index=0, priority=-MOST_PRIORITY)
 HEAD_START_S = 10.0  # of the highest priority: bounded, so that no request starves
 
 
@@ -44,16 +47,19 @@ class GenerationRequest:
     decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("num_beams", 1), ("num_return_sequences", 1), ("seed", 0), ("index", 0)):
-            as_count(getattr(self, name), name, at_least=least)
-        as_count(self.priority, "priority", at_least=-MOST_PRIORITY)
+        given = [name for name in _OPTIONAL if getattr(self, name) is not None]
+        for name, least in (*_COUNTS.items(), *((name, _OPTIONAL[name]) for name in given)):
+            # As Python's integers, whose sums are exact.
+            object.__setattr__(self, name, as_count(getattr(self, name), name, at_least=least))
         if self.priority > MOST_PRIORITY:
             raise InputError(f"priority must be {-MOST_PRIORITY} … {MOST_PRIORITY}, got {self.priority}.")
         object.__setattr__(self, "input_ids", np.array(as_integers(self.input_ids, "input_ids", rank=1)))
         if not self.input_ids.size:
             raise InputError("input_ids must have at least one token, got none.")
-        if self.deadline_s is not None and not (is_number(self.deadline_s) and 0 < self.deadline_s < 1e9):
-            raise InputError(f"deadline_s must be seconds above 0, or None, got {self.deadline_s!r}.")
+        if self.deadline_s is not None:
+            if not (is_number(self.deadline_s) and 0 < self.deadline_s < 1e9):
+                raise InputError(f"deadline_s must be seconds above 0, or None, got {self.deadline_s!r}.")
+            object.__setattr__(self, "deadline_s", float(self.deadline_s))
         if self.sampling is not None and not isinstance(self.sampling, SamplingParams):
             raise InputError(f"sampling must be SamplingParams, or None for greedy search, got {self.sampling!r:.80}.")
         if self.sampling is not None and self.num_beams > 1:

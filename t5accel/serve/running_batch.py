@@ -17,6 +17,8 @@ from t5accel.decoding.sampling import SamplingParams, generator, probabilities, 
 from t5accel.decoding.token_constraints import NO_CONSTRAINTS, truncate_at_eos
 from t5accel.serve.request import GenerationRequest, GenerationResult
 
+ENDS = (KeyboardInterrupt, SystemExit)  # any other exception concerns one request, even one that is no `Exception`
+
 # A sequence turns the logits of its own rows into their next tokens. The results are those of `decoding`: of `greedy`,
 # `sample` and `beam_search` for the request's source alone.
 
@@ -242,15 +244,28 @@ class RunningBatch:
         greedy = [part for part in self.parts if part.is_greedy]
         others = [part for part in self.parts if not part.is_greedy]
         suppressed = {part.suppressed for part in greedy}
+        logits = best = None
         if self._next_tokens and not others and len(suppressed) == 1:
             best = self._next_tokens(self._state, self._next[:, None, None], suppressed=suppressed.pop())[:, 0]
         else:
             logits = self.backend.step(self._state, self._next[:, None, None])[:, 0, -1]
+        self._ended_steps = waited
+        try:
+            self._append(greedy, others, logits, best)
+        except ENDS:
+            raise
+        except BaseException as error:  # the state has read the tokens, and would read them twice
+            for part in self.parts:
+                part.error = error
+        return self._finished()
+
+    def _append(self, greedy: list[Any], others: list[Any], logits: np.ndarray | None, best: np.ndarray | None) -> None:
+        """Give each sequence its next tokens: the ``best`` (R,), or by its rows of the ``logits`` (R, V)."""
+        if best is None:
             for part in greedy:
                 if (tokens := part.suppressed) is not None:
                     logits[part.rows, tokens] = -np.inf
             best = argmax_tokens(logits) if greedy else self._next
-        self._ended_steps = waited
         chosen, self._next = best.tolist(), np.array(best)
 
         def append(part: RunningSequence) -> None:
@@ -261,7 +276,6 @@ class RunningBatch:
         each_alone(greedy, append)
         if others:
             self._advance(others, logits[np.concatenate([part.rows for part in others])], self._next)
-        return self._finished()
 
     def _advance(self, parts: Sequence[RunningSequence], logits: np.ndarray, following: np.ndarray) -> None:
         """Give samples and beams their rows of ``logits``, in order; ``following`` gets what they read next."""
@@ -276,7 +290,9 @@ class RunningBatch:
         try:
             if moved.size:
                 self._reorder(moved, order)
-        except Exception as error:  # all histories are as they were: right for those that did not move
+        except ENDS:
+            raise
+        except BaseException as error:  # all histories are as they were: right for those that did not move
             for part in parts:
                 if np.isin(part.rows, moved).any():
                     part.error = error
@@ -299,7 +315,7 @@ def each_alone(parts: Sequence[RunningSequence], write: Callable[[RunningSequenc
     for part in parts:
         try:
             write(part)
-        except (KeyboardInterrupt, SystemExit):
+        except ENDS:
             raise
         except BaseException as error:  # of a stopping criterion; a panic of a Rust library is no Exception
             part.error = error

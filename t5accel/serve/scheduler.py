@@ -27,11 +27,10 @@ from t5accel.precision.recipes import recipe_from_json
 from t5accel.serve.device_batch import DeviceRunningBatch
 from t5accel.serve.limits import EncoderLatency, KVCacheBytes, SchedulerLimits, needs_unbatched_encoding
 from t5accel.serve.request import GenerationRequest, RequestHandle, padded
-from t5accel.serve.running_batch import GreedySequence, RunningBatch, RunningSequence, sequences_for
+from t5accel.serve.running_batch import ENDS, GreedySequence, RunningBatch, RunningSequence, sequences_for
 
 Observe = Callable[[str, float], None]
 RECENT = 64  # finished requests by which the rate is measured
-ENDS = (KeyboardInterrupt, SystemExit)  # any other exception concerns one request, even one that is no `Exception`
 
 
 class Scheduler:
@@ -97,7 +96,8 @@ class Scheduler:
         # Below: written by the engine's thread alone.
         self._running: dict[RequestHandle, Sequence[RunningSequence]] = {}
         self._joins_from_s = -math.inf
-        self._finished: deque[float] = deque(maxlen=RECENT)
+        self._finished: deque[float] = deque(maxlen=RECENT)  # when, without the seconds that were idle
+        self._idle_s, self._idle_from_s = 0.0, math.inf
         self._updates: dict[int, RequestHandle] = {}
         self.encoded = 0  # sources
         self.reused = 0  # sources found in the encoder cache
@@ -203,6 +203,7 @@ class Scheduler:
         Raises the error of a backend that has lost its device.
         """
         self._began_s = now = self._clock()
+        self._idle_s += max(0.0, now - self._idle_from_s)
         failures = self.failures
         try:
             self._evict(now)
@@ -223,7 +224,9 @@ class Scheduler:
             self._notify(updates)
         if self.failures > failures and hasattr(self.backend, "require_device"):
             self.backend.require_device()
-        return bool(self._running or self._queue)
+        is_busy = bool(self._running or self._queue)
+        self._idle_from_s = math.inf if is_busy else self._clock()
+        return is_busy
 
     def _run(self) -> None:
         try:
@@ -398,7 +401,7 @@ class Scheduler:
                 answers = [answer for part in parts for answer in part.answers()]
                 del self._running[handle]
                 handle.finish(now, answers)
-                self._finished.append(now)
+                self._finished.append(now - self._idle_s)
                 self._updates[handle.number] = handle
                 self._observe("total_s", now - handle.submitted_s)
                 self._observe("finished", 1)

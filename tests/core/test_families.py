@@ -44,9 +44,10 @@ from t5accel.encoder import AcceleratedEncoder
 from t5accel.errors import ExportError, InputError, ModelUnavailableError, NotT5Error
 from t5accel.graphs.export import export_model, model_weights
 from t5accel.graphs.manifest import write_manifest
-from t5accel.models.families import BEYOND_T5, GEMMAS, SIZES, T5GEMMA, T5GEMMA_2, Family, family_of
+from t5accel.models.families import BEYOND_T5, FAMILIES, GEMMAS, SIZES, T5GEMMA, T5GEMMA_2, Family, family_of
 from t5accel.models.load import load_model
 from t5accel.models.random_init import random_model
+from t5accel.parity import assert_close
 from t5accel.precision.calibration import CalibrationSample, collect_ranges
 from t5accel.precision.convert import convert_export
 from t5accel.precision.gate import text_score
@@ -290,6 +291,19 @@ def test_tokens_are_those_of_transformers(built: Built, num_beams: int) -> None:
         if rules.forced_eos_token_id is not None:
             assert {row[-1] for row in expected} == {built.end}
         assert not {token for row in expected for token in row} & {*rules.suppress_tokens}
+
+
+@pytest.mark.parametrize("kind", ["m2m_100", "bart"])
+@pytest.mark.parametrize("options", [dict(), dict(num_beams=2), dict(return_dict_in_generate=True)])
+def test_a_seed_gives_the_samples_of_transformers(kind: str, options: dict[str, Any], tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
+    model = random_model(FAMILIES[kind], odd_sizes(kind), seed=1)
+    ids, found = torch.tensor([[5, 6, 7, 2], [9, 8, 7, 2]]), []
+    for each in (model, accelerate(model, progress=False)):
+        torch.manual_seed(0)
+        answer = each.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=9, **options)
+        found.append(getattr(answer, "sequences", answer))
+    assert torch.equal(*found) and len(found[0].unique()) > 2
 
 
 @beyond_t5
@@ -719,6 +733,42 @@ def test_what_a_t5gemma_cannot_do_is_refused(built: Built, tmp_path: Path, monke
     built.open(OrtStatic, "int8")
     stored = (built.folder / "int8/decoder.onnx").read_bytes()
     assert b"shared.weight." in stored and b"MatMulNBits" in stored, "embedding and head are one tensor"
+
+
+@pytest.mark.parametrize("kind", GEMMA_KINDS)
+def test_a_t5gemma_begins_labels_with_its_decoders_token_and_keeps_its_constants(
+    kind: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
+    model = random_model(FAMILIES[kind], gemma_sizes(kind), seed=1)
+    model.generation_config.decoder_start_token_id = 5
+    ids, labels, tokens = torch.tensor([[5, 6, 7]]), torch.tensor([[9, 10, 11, -100]]), torch.tensor([[2, 0, 33, 40]])
+    ours = accelerate(model, progress=False)
+    with torch.no_grad():
+        assert_close(ours(ids, labels=labels).loss, model(ids, labels=labels).loss, atol=1e-5)
+    if kind == "t5gemma":  # without a cache it masks padding
+        with pytest.raises(InputError, match="use_cache must be left out for a T5Gemma"):
+            ours(ids, decoder_input_ids=tokens, use_cache=False)
+    model.resize_token_embeddings(len(model.lm_head.out_proj.weight) + 6)
+    larger = accelerate(model, progress=False)
+    assert torch.equal(larger.generate(ids, max_new_tokens=5), model.generate(ids, max_new_tokens=5))
+    model.config.decoder.rms_norm_eps = 1e-4
+    with pytest.raises(InputError, match="decoder.rms_norm_eps must be 1e-06, as the model was built, got 0.0001"):
+        accelerate(model, progress=False)
+
+
+def test_norms_compute_with_what_they_hold(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
+    model, ids = random_model(FAMILIES["bart"], odd_sizes("bart"), seed=1), torch.tensor([[5, 6, 7, 2]])
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    for norm in norms:
+        norm.eps = 0.01
+    with torch.no_grad():
+        found, expected = (each(ids, decoder_input_ids=ids).logits for each in (accelerate(model), model))
+    assert_close(found, expected, atol=1e-5)
+    norms[0].eps = 0.1
+    with pytest.raises(NotT5Error, match="must have the same eps, got .0.01, 0.1."):
+        accelerate(model)
 
 
 def test_attention_without_soft_caps_is_refused(tmp_path: Path) -> None:

@@ -634,10 +634,12 @@ def test_whatever_else_is_asked_runs_in_transformers_loop(pair, batch, monkeypat
     assert torch.equal(*(getattr(each, "sequences", each) for each in (found, expected)))
 
 
-@pytest.mark.parametrize("forced", ["forced_bos_token_id", "forced_eos_token_id"])
-def test_one_forced_token_is_returned_as_often_as_transformers_does(pair, batch, forced: str) -> None:
+@pytest.mark.parametrize(
+    "forced", [["forced_bos_token_id"], ["forced_eos_token_id"], ["forced_bos_token_id", "forced_eos_token_id"]]
+)
+def test_a_forced_answer_is_returned_as_often_as_transformers_does(pair, batch, forced: list[str]) -> None:
     own, ours = pair
-    options = {"max_new_tokens": 1, "num_beams": 3, "num_return_sequences": 3, forced: 54}
+    options = {"max_new_tokens": len(forced), "num_beams": 3, "num_return_sequences": 3, **dict.fromkeys(forced, 54)}
     assert torch.equal(ours.generate(**batch, **options), reference(own, batch, **options))
 
 
@@ -679,6 +681,7 @@ OWN_BOUNDS = {
     "several ends, no tensor": dict(stopping_criteria=[StopAt([5, 17, 33])]),
     "no end": dict(stopping_criteria=[StopAt(None)]),
     "several forced first tokens": dict(forced_bos_token_id=[7, 9]),
+    "a forced first token counted from the end": dict(forced_bos_token_id=-5),
     "a prefix in 32 bits": dict(decoder_input_ids=torch.tensor([[0, 5, 7]] * 6, dtype=torch.int32)),
 }
 

@@ -561,6 +561,8 @@ def changed(model: Any, what: str) -> Any:
     model = copy.deepcopy(model)
     if what == "distances":
         model.config.relative_attention_max_distance = 30
+    elif what == "epsilon":
+        model.config.layer_norm_epsilon = 1e-4
     elif what == "head":
         model.lm_head = torch.nn.Sequential(model.lm_head)
     elif what == "feed-forward":
@@ -574,6 +576,7 @@ def changed(model: Any, what: str) -> Any:
     ("what", "said"),
     [
         ("distances", "relative_attention_max_distance must be 128, as the model was built, got 30"),
+        ("epsilon", "layer_norm_epsilon must be 1e-06, as the model was built, got 0.0001"),
         ("head", "must have the modules of transformers' T5"), ("feed-forward", "must have the modules of"),
         ("first layer", "must have the weight of biases by distance in layer 0"),
     ],

@@ -244,6 +244,8 @@ def test_an_error_is_that_of_its_text_alone(encoder, caplog) -> None:
             sent = (client.post("/v1/embeddings", json={"model": "mini", "input": text}) for text in texts)
             found = await asyncio.gather(*sent)
             assert scheduler.failures >= 2 and scheduler.is_alive
+            refused = await client.post("/v1/embeddings", json={"model": "mini", "input": "tired " * 900})
+            assert error_of(refused)["code"] == "context_length_exceeded"
             return [*found, await client.get("/metrics")]
 
     texts = ["tired", "house", "boat", "old"]
@@ -251,7 +253,7 @@ def test_an_error_is_that_of_its_text_alone(encoder, caplog) -> None:
     assert first.status_code == last.status_code == 200 and bad.status_code == endless.status_code == 500
     assert error_of(bad)["message"] == "The engine failed: ValueError." and "secret" not in caplog.text
     assert "not finite" in error_of(endless)["message"] and error_of(endless)["type"] == "server_error"
-    assert 't5accel_failed_total{reason="EngineError"} 2.0' in metrics.text
+    assert re.findall("t5accel_failed_total{.*", metrics.text) == ['t5accel_failed_total{reason="EngineError"} 2.0']
 
 
 @pytest.mark.parametrize(("arguments", "match"), [

@@ -303,6 +303,22 @@ def test_the_queue_counts_tokens() -> None:
     assert all(ticket.is_done for ticket in small)
 
 
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    scheduler, clock = stepped(Joining(), rows=32)
+    clock.now = 9e6
+    for small in (np.uint8, np.int16):
+        first = scheduler.submit(GenerationRequest(
+            [5, 6], max_new_tokens=small(8), min_new_tokens=small(2), forced_bos_token_id=small(7),
+            deadline_s=np.float32(0.25),
+        ))  # fmt: skip
+        assert first.deadline_s == 9e6 + 0.25
+        many = [submit(scheduler, [5] * 500, max_new_tokens=500) for _ in range(80)]
+        assert scheduler.queued_tokens == 10 + 80_000
+        run(scheduler)
+        assert first.result(0)[0].tokens[0] == 7 and {type(token) for token in first.result(0)[0].tokens} == {int}
+        assert all(ticket.is_done for ticket in many)
+
+
 def test_a_deadline_ends_waiting_and_working() -> None:
     scheduler, clock = stepped(Joining(ends=0), rows=1)
     working = submit(scheduler, [5], max_new_tokens=500, deadline_s=10.0)
@@ -327,6 +343,7 @@ def test_a_full_queue_says_when_to_retry() -> None:
     assert refused.value.retry_after_s == 1 and scheduler.waiting == 2, "all of them or none"
     while scheduler.step():
         clock.now += 4
+    clock.now += 3600  # idle time is no rate
     for _ in range(3):
         submit(scheduler, [5], max_new_tokens=1)
     with pytest.raises(QueueFullError, match="3 requests are waiting and 3 may: try again in 12 s"):
@@ -435,7 +452,7 @@ def outcomes(tickets: list[RequestHandle]) -> str:
             assert pairs(ticket.result(0)) == by_itself(ticket.request, Joining(ends=0))
         else:
             assert isinstance(ticket.error, EngineError) and "secret" not in str(ticket.error)
-            assert isinstance(ticket.error.__cause__, MemoryError)
+            assert isinstance(ticket.error.__cause__, MemoryError | Panic)
     return "".join("a" if ticket.error is None else "f" for ticket in tickets)
 
 
@@ -478,15 +495,40 @@ def test_a_batch_that_is_too_large_ends_the_last_request_alone() -> None:
     assert outcomes(tickets) == "aaaaaaaf", "a row that has ended leaves before the next step"
 
 
-def test_a_failed_branch_ends_only_its_beams() -> None:
+class Panic(BaseException):
+    """As of a library in Rust."""
+
+
+@pytest.mark.parametrize("error", [MemoryError, Panic])
+def test_a_failed_branch_ends_only_its_beams(error: type[BaseException]) -> None:
     class Branching(Joining):
         def reorder_sources(self, state: dict[str, Any], sources: np.ndarray) -> None:
-            raise MemoryError("no room for the secret text")
+            raise error("no room for the secret text")
 
     scheduler, _ = stepped(Branching(ends=0))
     tickets = [submit(scheduler, [5, 6], max_new_tokens=9), submit(scheduler, [5, 6], num_beams=4)]
     run(scheduler)
     assert outcomes(tickets) == "af"
+
+
+def test_no_token_is_read_twice_where_logits_cannot_be_copied() -> None:
+    class Logits(np.ndarray):
+        def __getitem__(self, key: Any) -> Any:
+            if isinstance(key, np.ndarray) and steps == [2]:
+                raise MemoryError
+            return super().__getitem__(key)
+
+    class Short(Joining):
+        def step(self, state: dict[str, Any], input_ids: np.ndarray) -> np.ndarray:
+            steps[0] += 1
+            return super().step(state, input_ids).view(Logits)
+
+    steps = [0]
+    scheduler, _ = stepped(Short(ends=0))
+    tickets = [submit(scheduler, [5, 6], max_new_tokens=count) for count in (1, 2, 3)]
+    tickets.append(submit(scheduler, [5, 6], sampling=SamplingParams(), max_new_tokens=4))
+    run(scheduler)
+    assert outcomes(tickets) == "afff", "the state has read their tokens"
 
 
 @pytest.mark.parametrize("kind", [Joining, Alone])
