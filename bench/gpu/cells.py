@@ -100,8 +100,8 @@ def cells_for(capability: tuple[int, int] | None) -> tuple[Cell, ...]:
 
     def published(model: str) -> tuple[Cell, ...]:
         sizes = dict(model=f"random:{model}", source_tokens=440, shortest_source=260, rounds=3)
-        compared = cell(f"equality, {model}, {lead}", "equality", model=f"random:{model}", systems=pair, batch=4,
-                        new_tokens=16, least_s=40)  # fmt: skip
+        # In fp32: random weights of that size amplify the rounding of 16 bits until nothing is left to compare.
+        compared = exactly(f"equality, {model}, float32", model=f"random:{model}", new_tokens=16, least_s=40)
         # transformers stands beside one batch alone: it takes seconds.
         return (compared, *(cell(f"{model}, batch {batch}", "throughput", batch=batch, least_s=25,
                                  systems=pair if batch == 64 else (GRAPH,), **sizes)

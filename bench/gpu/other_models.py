@@ -82,6 +82,7 @@ def main() -> None:
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise MissingPackageError("This needs a GPU and a torch that sees it, and there is none here.")
+    torch.set_float32_matmul_precision("highest")  # as in the suite
     path = given.json / f"gpu-{slug(torch.cuda.get_device_name())}.json"
     book = Book(path, environment() | {"suite": SUITE, "device": "cuda"})
     with TemporaryDirectory() as folder:

@@ -83,6 +83,7 @@ def run_suite(
     if not (chosen := [cell for cell in cells if fnmatchcase(cell.name, only)]):
         names = "\n".join(f"  {cell.name}" for cell in cells)
         raise InputError(f"No cell is called as only={only!r} says; there are\n{names}")
+    torch.set_float32_matmul_precision("highest")  # some images of containers allow TF32, which is not fp32
     about = environment() | {"suite": SUITE, "device": device}  # as it is now: a tracked file makes the commit dirty
     path = Path(path)
     if path.is_dir() or not (path.suffix or path.exists()):

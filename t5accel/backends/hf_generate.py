@@ -113,7 +113,7 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
     ):
         check_backend(backend, ("reorder", "rollback", "select_sources"))
         # Marian's target may have a separate vocabulary; of a T5Gemma 5.x resizes that of the decoder's configuration.
-        own = config.decoder if IS_V5 and config.model_type in GEMMAS else config
+        own = config.decoder if IS_V5 and getattr(config, "model_type", None) in GEMMAS else config
         entries = getattr(own, "decoder_vocab_size", None) or getattr(own, "vocab_size", None)
         if entries != backend.vocab_size:
             raise InputError(

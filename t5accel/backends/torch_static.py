@@ -25,6 +25,7 @@ from t5accel.backends.torch_static_buffers import (
     KVCache,
     StaticBuffers,
     capture_graph,
+    in_plain_mode,
     made,
 )
 from t5accel.backends.torch_static_loops import keeps_state, run_beams, run_samples, step_tokens
@@ -75,7 +76,8 @@ class TorchStatic:
 
     A row's positions begin at its first place, so rows of unequal length need no padding, and `rollback` moves nothing.
     Buffers come in buckets of lengths and are used again by the next state of the same shape, with the graph that was
-    captured on them. Threads may share a backend; a state belongs to one of them. The model's weights must not change.
+    captured on them. Threads may share a backend, on one CUDA stream; a state belongs to one of them. The model's
+    weights must not change. ``torch.autocast`` changes nothing.
 
     Args:
         buckets: ascending lengths of buffers.
@@ -119,7 +121,7 @@ class TorchStatic:
         """Pickle and copy by the model: the copy captures for itself."""
         return partial(type(self), buckets=self.buckets, graphs=self.graphs), (self.model,)
 
-    @torch.inference_mode()
+    @in_plain_mode
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray, *, graph: bool = True) -> StaticSource:
         if input_ids.shape[1] > self._longest_source:
             raise InputError(
@@ -216,7 +218,7 @@ class TorchStatic:
     def require_device(self) -> None:
         """Raise ``RuntimeError`` after an error from which this process cannot recover, as a fault in a kernel."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()  # no other: another thread may be capturing
 
     def in_flight(self) -> TorchStaticRows:
         """Rows that requests join and leave while others run, for `serve.device_batch.DeviceRunningBatch`."""
@@ -306,7 +308,7 @@ class TorchStatic:
         encoder = self._encoders.pop(shape, None) or self._made(partial(self._new_encoder, shape))
         self._encoders[shape] = encoder
         held = self._encoders.values()
-        while len(held) > 1 and sum(one.cross_kv.memory.nbytes for one in held) > KEPT_BYTES:
+        while len(held) > 1 and sum(one.cross_kv.memory.nbytes + one.graph.size_bytes for one in held) > KEPT_BYTES:
             del self._encoders[next(iter(self._encoders))]
         return encoder
 

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
 
 from t5accel.decoding.backend import SuppressedTokens
 
-KEPT_BYTES = 2 * 2**30  # of buffers not in use, of encoders, of running rows; their graphs' own memory comes on top
+KEPT_BYTES = 4 * 2**30  # of buffers not in use, of encoders, of running rows, each with their graphs' own memory
 MAX_QUEUED_STEPS = 64  # tokens that the buffers hold before the host has to read them
+OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")  # in other errors of CUDA and cuBLAS
 Made = TypeVar("Made")
+Method = TypeVar("Method", bound=Callable[..., Any])
 WARM_UP_STEPS = 2  # before a graph is captured; libraries choose their kernels in them
 _CAPTURING = threading.Lock()  # a graph would hold whatever another thread queues on the side stream meanwhile
 
@@ -34,34 +37,84 @@ def side_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
-@torch.inference_mode()
-def capture_graph(step: Callable[[], Any], undo: Callable[[], Any], device: torch.device) -> Any:
+@contextmanager
+def plain_mode(device: torch.device) -> Iterator[None]:
+    """Inference mode without autocast, whose casts a captured step would keep for later calls."""
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def in_plain_mode(method: Method) -> Method:
+    """Run a method of an object with a ``device`` in `plain_mode`."""
+
+    @wraps(method)
+    def run(own: Any, *arguments: Any, **options: Any) -> Any:
+        with plain_mode(own.device):
+            return method(own, *arguments, **options)
+
+    return run
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A captured step; ``size_bytes`` is the memory of its own, with the workspace of its products."""
+
+    graph: Any
+    size_bytes: int
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def capture_graph(step: Callable[[], Any], undo: Callable[[], Any], device: torch.device) -> CapturedGraph:
     """Capture a step as a ``torch.cuda.CUDAGraph``, after a few steps of warming up on the `side_stream`.
 
     The step must keep to memory that stays and make the host wait for nothing. ``undo`` restores that memory after
     each step of warming up, also one that fails. Threads take turns; other work on the GPU goes on meanwhile.
     """
-    with _CAPTURING, torch.cuda.device(device):
-        side, graph = side_stream(device), torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP_STEPS):
-                try:
-                    step()
-                finally:
-                    undo()
-        torch.cuda.current_stream(device).wait_stream(side)
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+    with _CAPTURING, torch.cuda.device(device), plain_mode(device):
+        current, side, graph = torch.cuda.current_stream(device), side_stream(device), torch.cuda.CUDAGraph()
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP_STEPS):
+                    try:
+                        step()
+                    finally:
+                        undo()
+        finally:
+            current.wait_stream(side)
+        with _by_itself(), torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved(device)
             step()
-    return graph
+            size_bytes = torch.cuda.memory_reserved(device) - before
+    return CapturedGraph(graph, size_bytes)
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Capture a graph whose products have a workspace of their own, and that no garbage collection disturbs."""
+    # cuBLAS keeps one workspace for each stream. Graphs that share it would race, and torch frees it with the first of
+    # them (pytorch/pytorch#193402). Freed before and behind a capture, it is made in the graph's own memory.
+    free_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)  # a build for CPUs has none
+    collects = gc.isenabled()
+    gc.disable()  # a graph that is destroyed meanwhile invalidates the capture
+    try:
+        free_workspaces()
+        yield
+    finally:
+        free_workspaces()
+        if collects:
+            gc.enable()
 
 
 def made(make: Callable[[], Made], *unused: Any) -> Made:
     """What ``make`` returns, which may take the device's memory from the lists and dictionaries ``unused``."""
     try:
         return make()
-    except torch.cuda.OutOfMemoryError:
-        pass  # what its traceback holds is free only behind this clause
+    except RuntimeError as error:  # what its traceback holds is free only behind this clause
+        if not (isinstance(error, torch.cuda.OutOfMemoryError) or any(said in str(error) for said in OUT_OF_MEMORY)):
+            raise
     gc.collect()  # states in reference cycles give their buffers back
     for kept in unused:
         kept.clear()
@@ -150,7 +203,9 @@ class StaticBuffers:
 
     @property
     def size_bytes(self) -> int:
-        return self.cross_kv.memory.nbytes + self.self_kv.memory.nbytes + self.logits.nbytes
+        graphs = (self.graph, *(loop.graph for loop in self.loops.values()))
+        own = sum(graph.size_bytes for graph in graphs if graph is not None)
+        return self.cross_kv.memory.nbytes + self.self_kv.memory.nbytes + self.logits.nbytes + own
 
     def begin_run(self, suppressed: SuppressedTokens) -> None:
         """Count steps from 0, in which these tokens are not chosen."""

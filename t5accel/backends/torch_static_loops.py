@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static_buffers import StaticBuffers, capture_graph
+from t5accel.backends.torch_static_buffers import Method, StaticBuffers, capture_graph, in_plain_mode
 from t5accel.backends.torch_static_model import StaticT5
 from t5accel.decoding.backend import NOT_FINITE, SuppressedTokens
 from t5accel.decoding.beam import MAX_RUN_STEPS
@@ -236,7 +236,6 @@ def sample_token(odds: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tenso
 
 
 AnyLoop = TypeVar("AnyLoop", bound=Loop)
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _loop(
@@ -271,10 +270,10 @@ def _start(
 
 
 def keeps_state(method: Method) -> Method:
-    """Run a method in inference mode; where it fails midway, the rows and the token to read are as before."""
+    """Run a method in `plain_mode`; where it fails midway, the rows and the token to read are as before."""
 
     @wraps(method)
-    @torch.inference_mode()
+    @in_plain_mode
     def run(backend: TorchStatic, state: StaticState, *arguments: Any, **options: Any) -> Any:
         rows, token = state.rows, state.buffers.token.clone()
         try:

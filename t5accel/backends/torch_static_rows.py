@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from t5accel.backends.torch_static_buffers import KEPT_BYTES, StaticBuffers, capture_graph
+from t5accel.backends.torch_static_buffers import KEPT_BYTES, StaticBuffers, capture_graph, in_plain_mode
 
 if TYPE_CHECKING:
     from t5accel.backends.torch_static import StaticSource, TorchStatic
@@ -50,6 +50,10 @@ class RowBuffers:
     plan: torch.Tensor
     logits: torch.Tensor | None = None  # (R, V) float32, of the last step
     graph: Any = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.buffers.size_bytes + (self.graph.size_bytes if self.graph else 0)
 
 
 class TorchStaticRows:
@@ -110,7 +114,7 @@ class TorchStaticRows:
             bias[: len(kept), ..., :places] = old.buffers.source_bias[index, ..., :places]
         if old is not None:
             self._kept[self.shape] = old
-            while sum(held.buffers.size_bytes for held in self._kept.values()) > KEPT_BYTES:
+            while sum(held.size_bytes for held in self._kept.values()) > KEPT_BYTES:
                 del self._kept[next(iter(self._kept))]
         self._held, self.shape = new, shape
 
@@ -140,7 +144,7 @@ class TorchStaticRows:
         for power in range((min(most[0], self._at_once(1)) - 1).bit_length() + 1):
             self._encoded(*np.ones((2, 1 << power, 1), dtype=np.int64))
 
-    @torch.inference_mode()
+    @in_plain_mode
     def encode(self, input_ids: np.ndarray, attention_mask: np.ndarray) -> EncodedRows:
         """Encode (m, S') int64 both. The device is done when it returns, so that a caller's clock is right."""
         sources = np.where(attention_mask == 1, input_ids, -1)
@@ -192,7 +196,7 @@ class TorchStaticRows:
         self_kv = self._held.buffers.self_kv
         self_kv.scatter_(self_kv, places, rows)
 
-    @torch.inference_mode()
+    @in_plain_mode
     def run(self, plan: np.ndarray, count: int, forced: tuple[Sequence[int], Sequence[int]] = ((), ())) -> np.ndarray:
         """Take ``count`` steps of every row, at most `MAX_QUEUED_STEPS`; the host waits once, at the end.
 

@@ -206,6 +206,12 @@ def test_a_comparison_that_would_not_notice_a_missing_mask_is_refused(toy: str, 
         measuring.equality(cell(toy, "equality"), ModelOnDevice(toy, "float32", "cpu", tmp_path))
 
 
+def test_a_comparison_that_zeros_would_pass_is_refused(toy: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(measuring, "_error", lambda *_: 0.41)
+    with pytest.raises(InputError, match="own bfloat16 is 0.41 from fp32: this comparison proves nothing"):
+        measuring.equality(cell(toy, "equality", dtype="bfloat16"), ModelOnDevice(toy, "bfloat16", "cpu", tmp_path))
+
+
 # Speed
 
 
@@ -408,6 +414,13 @@ def test_a_lost_device_ends_the_process_and_keeps_the_file(toy: str, tmp_path: P
     assert ended.value.code == 4 and "lost its GPU" in capsys.readouterr().err
     rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"]
     assert {row["cell"] for row in rows} == {"t5-small"} and all("illegal memory" in row["failed"] for row in rows)
+
+
+def test_fp32_is_no_tf32(toy: str, tmp_path: Path, monkeypatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    run(tmp_path / "rows.json", [cell(toy, "equality")])
+    assert asked == ["highest"]
 
 
 def test_only_some_cells(toy: str, tmp_path: Path) -> None:

@@ -133,8 +133,15 @@ def test_accelerate_captures_every_family_on_a_gpu(kind: str, monkeypatch: pytes
     """What it chooses, on a CPU that it takes for a GPU; the logits are compared on the way."""
     model = lively(kind)
     monkeypatch.setattr(api, "require_gpu", lambda: None)
-    monkeypatch.setattr("t5accel.models.load.cast_model", lambda model, dtype, device: model)
+    cast, compared = [], []
+    monkeypatch.setattr("t5accel.models.load.cast_model", lambda *given: cast.append(given[1:]) or given[0])
+    compare = api.compare_logits
+    monkeypatch.setattr(api, "compare_logits", lambda *given, **said: compared.append(said) or compare(*given, **said))
     ours = api.accelerate(model, device="cuda")
+    with monkeypatch.context() as patch:  # where TF32 is allowed
+        patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        api.accelerate(model, device="cuda:0")
+    assert cast == [("float32", "cuda:0")] * 2 and [said["tolerance"] for said in compared] == [1e-3, 0.05]
     assert type(ours.backend) is TorchStatic
     assert family_of_model(ours.backend.model) is BEYOND_T5[kind.split(",")[0]]
     end, batch = model.config.eos_token_id, ids_of(model)

@@ -170,14 +170,15 @@ def test_a_new_shape_takes_the_memory_of_unused_ones(tiny_t5, padded_batch, monk
     assert len(backend._free) == 1
 
 
-def test_a_capture_takes_the_memory_of_unused_buffers(tiny_t5, padded_batch, with_graphs, monkeypatch) -> None:
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("no"), RuntimeError("CUDA error: out of memory")])
+def test_a_capture_takes_the_memory_of_unused_buffers(tiny_t5, padded_batch, with_graphs, monkeypatch, error) -> None:
     backend = with_graphs(tiny_t5(), buckets=SMALL)
     greedy(backend, *padded_batch, max_new_tokens=4)
     capture, fails = torch_static.capture_graph, [True]
 
     def scarce(*given: Any) -> Any:
         if backend._free and fails and fails.pop():
-            raise torch.cuda.OutOfMemoryError("no memory")
+            raise type(error)(*error.args)  # one that keeps no frames
         return capture(*given)
 
     monkeypatch.setattr(torch_static, "capture_graph", scarce)
@@ -249,6 +250,8 @@ def test_lengths_beyond_the_last_bucket(tiny_t5, padded_batch) -> None:
 
 class Replay:
     """In place of a captured graph: the same step on the same buffers."""
+
+    size_bytes = 0
 
     def __init__(self, step: Any, undo: Any, device: Any):
         self.step, self.replayed = step, 0
@@ -326,14 +329,15 @@ def test_drafts_are_verified_without_logits_on_the_host(
 
 def test_all_is_captured_in_inference_mode_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stream that products run on keeps a workspace; and a graph may not write to inference tensors."""
-    made, modes = [], []
+    made, modes, waited = [], [], []
 
     class Stream(nullcontext):
         def __init__(self, device: Any):
             super().__init__()
             made.append(device)
 
-        def wait_stream(self, other: Any) -> None: ...
+        def wait_stream(self, other: Any) -> None:
+            waited.append(other)
 
     class Graph(nullcontext):
         def __init__(self, graph: Any, stream: Any, capture_error_mode: str):
@@ -358,7 +362,7 @@ def test_all_is_captured_in_inference_mode_on_one_stream(monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         torch_static_buffers.capture_graph(MagicMock(side_effect=KeyboardInterrupt), lambda: undone.append(1), device)
     torch_static_buffers.side_stream.cache_clear()
-    assert undone, "after a step that fails as well"
+    assert undone and len(waited) == 6, "after a step that fails as well"
 
 
 def test_captures_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,17 +370,37 @@ def test_captures_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
     def step(name: str) -> None:
-        log.append(name)
+        log.append(name if gc.isenabled() else name.upper())
         time.sleep(0.01)
 
-    for name in ("CUDAGraph", "current_stream", "stream", "graph", "device"):
+    for name in ("CUDAGraph", "current_stream", "stream", "graph", "device", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: MagicMock())
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("-"), raising=False)
     monkeypatch.setattr(torch_static_buffers, "side_stream", lambda device: MagicMock())
+    capture = partial(torch_static_buffers.capture_graph, undo=int, device=torch.device("cpu"))
     with ThreadPoolExecutor(2) as pool:
-        captures = [pool.submit(torch_static_buffers.capture_graph, partial(step, name), int, None) for name in "ab"]
-        for capture in captures:
-            capture.result()
-    assert "".join(log) in ("aaabbb", "bbbaaa")
+        captures = [pool.submit(capture, partial(step, name)) for name in "ab"]
+        for one in captures:
+            one.result()
+    assert "".join(log) in ("aa-A-bb-B-", "bb-B-aa-A-"), "each has a workspace of its own, and no garbage is collected"
+    assert gc.isenabled()
+
+
+def test_autocast_changes_nothing_and_is_not_captured(tiny_t5, padded_batch, with_graphs) -> None:
+    backend = with_graphs(tiny_t5(), buckets=SMALL)
+    expected = TorchStatic(tiny_t5(), buckets=SMALL)
+    rows = []
+    for one, context in (
+        (backend, torch.autocast("cpu", dtype=torch.bfloat16)),
+        (backend, nullcontext()),
+        (expected, nullcontext()),
+    ):
+        with context:
+            state = one.new_state(one.encode(*padded_batch))
+            rows.append(np.concatenate([one.step(state, NEW)[:, 0], one.step(state, NEW[:, :, :1])[:, 0]], axis=1))
+            one.run_greedy(state, 2)
+    for found in rows[:2]:
+        assert_close(found, rows[2], atol=ATOL)
 
 
 # Bad input
