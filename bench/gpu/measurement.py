@@ -130,9 +130,7 @@ def equality(cell: Cell, subject: ModelOnDevice) -> list[Row]:
     theirs = _error(_teacher_forced(subject.model, ids, mask, given), logits)
     allowed = LARGEST_ERROR if exact is subject else TIMES_THEIRS * theirs
     if allowed >= MEANINGLESS:
-        raise InputError(
-            f"transformers' own {subject.dtype} is {theirs:.2g} from fp32: this comparison proves nothing."
-        )
+        raise InputError(f"transformers' {subject.dtype} is {theirs:.2g} from fp32: this comparison proves nothing.")
     compared = ((ids, mask, expected), (given, logits), allowed)
     rows = [_equality_of(name, cell, subject, *compared) for name in cell.systems]
     broken = subject.generate(REFERENCE, ids, np.ones_like(mask), cell.new_tokens, cell.beams)

@@ -208,7 +208,7 @@ def test_a_comparison_that_would_not_notice_a_missing_mask_is_refused(toy: str, 
 
 def test_a_comparison_that_zeros_would_pass_is_refused(toy: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(measuring, "_error", lambda *_: 0.41)
-    with pytest.raises(InputError, match="own bfloat16 is 0.41 from fp32: this comparison proves nothing"):
+    with pytest.raises(InputError, match="transformers. bfloat16 is 0.41 from fp32: this comparison proves nothing"):
         measuring.equality(cell(toy, "equality", dtype="bfloat16"), ModelOnDevice(toy, "bfloat16", "cpu", tmp_path))
 
 
