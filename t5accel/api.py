@@ -215,6 +215,15 @@ def tuned(recipe: Recipe, tuned_for: str) -> Recipe:
     return RECIPES.get(TUNED_FOR[tuned_for].get(recipe.name, ""), recipe)
 
 
+def _allows_tf32() -> bool:
+    import torch
+
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was set by torch's newer names
+        return True
+
+
 def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, *, check_logits: bool) -> tuple[Backend, Any]:
     """On a GPU with captured steps; on a CPU transformers' own model. And the tokenizer of a model given by name."""
     require_torch("runtime='torch'")
@@ -232,8 +241,7 @@ def _in_torch(model: Any, recipe: Recipe, settings: SessionSettings, *, check_lo
         return TorchEager(moved), tokenizer
     backend = TorchStatic(moved)
     if check_logits:
-        digits = recipe.dtype
-        if digits == "float32" and torch.get_float32_matmul_precision() != "highest":
-            digits = "float16"  # TF32, which a process may allow, has no more
-        compare_logits(moved, backend_logits(backend), tolerance=TOLERANCES[digits])
+        # TF32, which a process may allow, has no more digits than fp16.
+        dtype = "float16" if recipe.dtype == "float32" and _allows_tf32() else recipe.dtype
+        compare_logits(moved, backend_logits(backend), tolerance=TOLERANCES[dtype])
     return backend, tokenizer

@@ -32,7 +32,7 @@ def _stays_in_the_backend(*_: Any, **__: Any) -> Any:
 
 
 def discard_draws(count: int) -> None:
-    """Draw as M2M100's layers do in transformers 4.57, which discard the numbers: else a seed gives other samples."""
+    """Draw as many numbers as M2M100's layers do in transformers 4.57, which use none: a seed gives its samples."""
     for _ in range(count):
         torch.rand([])
 

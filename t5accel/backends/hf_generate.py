@@ -75,6 +75,11 @@ def require_own_methods(model: Any) -> None:
             )
 
 
+def _of_decoder(config: Any) -> Any:
+    """The decoder's configuration: of a T5Gemma its own."""
+    return config.decoder if getattr(config, "model_type", None) in GEMMAS else config
+
+
 class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
     """A `Backend` as a transformers model, for inference.
 
@@ -113,12 +118,13 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
     ):
         check_backend(backend, ("reorder", "rollback", "select_sources"))
         # Marian's target may have a separate vocabulary; of a T5Gemma 5.x resizes that of the decoder's configuration.
-        own = config.decoder if IS_V5 and getattr(config, "model_type", None) in GEMMAS else config
+        own = _of_decoder(config) if IS_V5 else config
         entries = getattr(own, "decoder_vocab_size", None) or getattr(own, "vocab_size", None)
         if entries != backend.vocab_size:
+            name = "config.vocab_size" if own is config else "config.decoder.vocab_size"
             raise InputError(
-                f"config.vocab_size must be the backend's, {backend.vocab_size!r}, got {entries!r}. Give the "
-                "configuration of the model that the backend runs."
+                f"{name} must be the backend's, {backend.vocab_size!r}, got {entries!r}. Give the configuration of the "
+                "model that the backend runs."
             )
         check_special_tokens(config, generation_config, backend)
         config = copy.deepcopy(config)  # transformers writes into it, and it may be that of a torch model in use
@@ -142,7 +148,8 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
                 stacklevel=2,
             )
         self.backend, self.tokenizer = backend, tokenizer
-        draws = not IS_V5 and config.model_type == "m2m_100" and not isinstance(backend, TorchEager)
+        draws = not IS_V5 and config.model_type == "m2m_100"
+        draws &= not isinstance(getattr(backend, "backend", backend), TorchEager)  # whose layers draw
         self.decoder_draws = config.decoder_layers if draws else 0
         self.encoder = BackendEncoder(
             backend, masks_padding=config.model_type == "t5gemma", draws=config.encoder_layers if draws else 0
@@ -194,7 +201,7 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
                 raise InputError("There is nothing to decode. Give decoder_input_ids or labels, or use generate().")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(shifted)
         self._reject_inner_padding(decoder_input_ids)
-        is_cached = getattr(self.config, "use_cache", True) if use_cache is None else use_cache
+        is_cached = getattr(_of_decoder(self.config), "use_cache", True) if use_cache is None else use_cache
         if labels is not None and self.config.model_type in _NO_CACHE_WITH_LABELS:
             is_cached = False
         if not (given or is_cached) and decoder_attention_mask is None:
@@ -215,9 +222,8 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
             from transformers.models.mbart.modeling_mbart import shift_tokens_right
 
             return shift_tokens_right(labels, self.config.pad_token_id)
-        own, first = self.config, "decoder_start_token_id"
-        if own.model_type in GEMMAS:
-            own, first = own.decoder, "bos_token_id"
+        own = _of_decoder(self.config)
+        first = "decoder_start_token_id" if own is self.config else "bos_token_id"
         start, pad = (getattr(own, name, None) for name in (first, "pad_token_id"))
         start = self.backend.decoder_start_token_id if start is None else start
         shifted = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], dim=1)
@@ -249,12 +255,14 @@ class AcceleratedT5(WeightlessModule, BackendLoops, GenerationMixin):
                 raise InputError("decoder_input_ids of an M2M100 must have no padding before other tokens, got some.")
 
     def _reject_masked_padding(self, ids: Any) -> None:
-        if (
-            self.encoder.masks_padding
-            and (as_integers(ids, "decoder_input_ids", rank=2) == self.backend.pad_token_id).any()
-        ):
+        if not self.encoder.masks_padding:
+            return
+        pads = as_integers(ids, "decoder_input_ids", rank=2) == self.backend.pad_token_id
+        if self.is_looping:  # generate() reads nothing at the padding behind an answer
+            pads = pads[:, :-1] & ~pads[:, 1:]
+        if pads.any():
             raise InputError(
-                "use_cache must be left out for a T5Gemma whose decoder reads padding: it would be masked."
+                "use_cache must be left out for a T5Gemma whose decoder reads padding: without a cache it masks that."
             )
 
     # `generate` calls the next methods. 4.57 and 5.x give whole sequences, and more arguments than a backend needs.

@@ -133,7 +133,9 @@ class BackendLoops:
         if request is None:
             return None
         steps = greedy_steps(self.backend, request, call[CACHE].state)
-        return StepStream(request.prefix, self.backend.pad_token_id, steps).generated().sequences
+        found = StepStream(request.prefix, self.backend.pad_token_id, steps).generated().sequences
+        discard_draws(self.decoder_draws * (found.shape[1] - request.prefix.shape[1]))
+        return found
 
     def _draws_on_the_device(self) -> bool:
         """On a CPU transformers' processors draw, so that a seed of torch's gives its tokens."""
@@ -182,6 +184,7 @@ class BackendLoops:
             return None
         process = partial(_process, history) if history else None
         search.run(self.backend, call[CACHE].state, request.prefix, process)
+        discard_draws(self.decoder_draws * search.length)
         pad = self.backend.pad_token_id or int(config._eos_token_tensor[0])  # transformers' own choice
         new, _ = search.best(config.num_return_sequences, pad_token_id=pad)
         return np.concatenate([np.repeat(request.prefix, config.num_return_sequences, axis=0), new], axis=1)

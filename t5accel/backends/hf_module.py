@@ -52,6 +52,11 @@ class WeightlessModule(PreTrainedModel):
             _LOOP.reset(token)
 
     @property
+    def is_looping(self) -> bool:
+        """Whether transformers' ``generate`` runs."""
+        return _LOOP.get() is not None
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type of the backend's floats; logits are float32 everywhere."""
         if (model := getattr(self.backend, "model", None)) is not None:

@@ -33,7 +33,7 @@ _CAPTURING = threading.Lock()  # a graph would hold whatever another thread queu
 
 @cache
 def side_stream(device: torch.device) -> Any:
-    """The one side stream: every stream that products run on costs a workspace of tens of megabytes."""
+    """The one stream on which everything is warmed up and captured."""
     return torch.cuda.Stream(device)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from t5accel.errors import InputError, NotT5Error
-from t5accel.models.families import T5, Family, dims_of, position_table
+from t5accel.models.families import T5, Family, dims_of, norms, position_table
 from t5accel.models.sizes import T5Dims
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
 
 
 def _norm_epsilon(model: Any) -> float:
-    epsilons = {module.eps for module in model.modules() if hasattr(module, "eps")}
+    epsilons = {norm.eps for norm in norms(model)}
     if len(epsilons) != 1:
         raise NotT5Error(f"All norms must have the same eps, got {sorted(epsilons)}.")
     return epsilons.pop()

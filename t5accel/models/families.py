@@ -261,13 +261,19 @@ def _require_built_constants(model: Any, family: Family) -> None:
             raise InputError(f"config.{name} must be {built}, as the model was built, got {told}: load it again.")
 
 
+def norms(model: Any) -> list[Any]:
+    """The norms among a model's modules."""
+    return [module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2]]
+
+
 def _t5_constants(model: Any) -> Iterator[tuple[str, Any, Any]]:
     config = model.config
     for attention in (block.layer[0].SelfAttention for block in (*model.encoder.block, *model.decoder.block)):
         for name in ("relative_attention_num_buckets", "relative_attention_max_distance"):
             yield name, getattr(config, name), getattr(attention, name, None)
-    for norm in model.modules():
-        built = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))  # its own; apex's
+    for norm in norms(model):
+        # By the names of transformers' own norms and of apex's, which may take their place.
+        built = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         yield "layer_norm_epsilon", config.layer_norm_epsilon, built
 
 
@@ -275,7 +281,7 @@ def _gemma_constants(model: Any) -> Iterator[tuple[str, Any, Any]]:
     for stack, config in gemma_configs(model.config).items():
         module = getattr(model.model, stack)
         module = getattr(module, "text_model", module)
-        for norm in module.modules():
+        for norm in norms(module):
             yield f"{stack}.rms_norm_eps", config.rms_norm_eps, getattr(norm, "eps", None)
         for layer, kind in zip(module.layers, config.layer_types, strict=False):
             yield f"{stack}.layer_types", kind, getattr(layer, "attention_type", None)

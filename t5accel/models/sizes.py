@@ -61,7 +61,7 @@ class T5Dims:
             raise NotT5Error(f"{kind} cannot generate text: give a …ForConditionalGeneration.")
         try:
             return cls(
-                vocab_size=len(model.lm_head.weight),  # out_features keep an earlier size
+                vocab_size=model.lm_head.out_features,
                 d_model=config.d_model,
                 d_kv=config.d_kv,
                 **{name: tuple(sizes) for name, sizes in layer_widths(model).items()},

@@ -46,7 +46,7 @@ def _timings(handle: RequestHandle) -> dict[str, float | None]:
     return {name: None if at is None else round(at - handle.submitted_s, 6) for name, at in moments.items()}
 
 
-def _refusal(error: BaseException, *, openai: bool = False) -> Response:
+def _refusal(error: BaseException, **options: Any) -> Response:
     """The response to an error; one that ends the process is raised."""
     if isinstance(error, (*ENDS, asyncio.CancelledError, GeneratorExit)):
         raise error
@@ -59,7 +59,7 @@ def _refusal(error: BaseException, *, openai: bool = False) -> Response:
         place = f"{where.filename}:{where.lineno}" if where else "an unknown place"
         whose = "the engine's" if isinstance(error, EngineError) else "unexpected"
         log.error("%s %s at %s", whose, type(cause).__name__, place)
-    return error_response(error, openai=openai)
+    return error_response(error, **options)
 
 
 async def _streamed(pieces: AsyncIterator[Any], events: Callable[[int, str, bool], str], request: Request) -> Response:
@@ -118,7 +118,7 @@ def post(
                 size = len(body) // BYTES
                 return await answer(await service.in_worker(schema.model_validate_json, body, size=size), request)
             except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
-                return _refusal(error, openai=is_openai)
+                return _refusal(error, fields=schema.model_fields, openai=is_openai)
 
         route.__name__, route.__doc__ = answer.__name__, schema.__doc__
         app.post(

@@ -85,12 +85,12 @@ class DeviceRunningBatch(RunningBatch):
         found = self.encoder.run(self._table[:SOURCE], count, tuple(zip(*forced, strict=True)) or ((), ()))
         self._update_step_time((self._clock() - began) / count)
         logits = self.encoder.logits(np.concatenate([part.rows for part in others])) if others else None  # may raise
-        self._table[LENGTH, self._table[SOURCE] > 0] += count
+        tokens = found.tolist()
+        self._table[LENGTH, self._table[SOURCE] > 0] += count  # from here on a step is not taken again
         self.steps, self.tokens = count, 0
         self._table[TOKEN] = found[:, -1]
         for row, token in forced if count == 1 else ():
             self._table[TOKEN, row] = token
-        tokens = found.tolist()
 
         def append(part: RunningSequence) -> None:
             for token in tokens[part.rows[0]]:

@@ -135,7 +135,7 @@ class EmbeddingService(TextService):
         try:
             vectors = await unless_disconnected(all_done(), request.receive, deadline_s)
         except Exception as error:
-            if not isinstance(error, HTTPError | InputError | QueueFullError):  # which refuse the request
+            if not isinstance(error, HTTPError | InputError | QueueFullError | ShuttingDownError):  # refusals
                 self.metrics.observe(type(error).__name__, 1)
             raise
         finally:

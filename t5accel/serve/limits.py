@@ -37,12 +37,11 @@ class SchedulerLimits:
     encoder_cache_bytes: int = 256_000_000
 
     def __post_init__(self) -> None:
-        for name in ("rows", "queue", "source_tokens", "new_tokens"):
-            as_count(getattr(self, name), name, at_least=1)
-        as_count(self.encoder_cache_bytes, "encoder_cache_bytes", at_least=0)
-        for name in ("key_value_bytes", "queued_tokens", "beams"):
-            if getattr(self, name) is not None:
-                as_count(getattr(self, name), name, at_least=1)
+        optional = [name for name in ("key_value_bytes", "queued_tokens", "beams") if getattr(self, name) is not None]
+        for name in ("rows", "queue", "source_tokens", "new_tokens", "encoder_cache_bytes", *optional):
+            least = 0 if name == "encoder_cache_bytes" else 1
+            # As Python's integers, whose products are exact.
+            object.__setattr__(self, name, as_count(getattr(self, name), name, at_least=least))
         if not is_number(self.max_prefill_stall_s) or not 0 <= self.max_prefill_stall_s < 1e6:
             raise InputError(f"max_prefill_stall_s must be seconds of at least 0, got {self.max_prefill_stall_s!r}.")
         if not is_number(self.prefill_share) or not 0 < self.prefill_share <= 1:

@@ -9,6 +9,7 @@ import hmac
 import logging
 import re
 import time
+from collections.abc import Collection
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -29,8 +30,9 @@ STATUS: dict[type[Exception], tuple[int, dict[str, str]]] = {
     errors.CancelledError: (499, {}),
     errors.EngineError: (500, {}),
 }
-IN_OPENAI = {"text": "prompt", "max_new_tokens": "max_tokens", "num_return_sequences": "n"}  # our fields, by its names
-_FIELD = re.compile(r"(?!input_ids)([a-z_]+) must ")  # at the beginning of a message
+# Fields by the names of our arguments, which messages begin with; and those of OpenAI's interface.
+FIELDS = {"forced_bos_token_id": "forced_bos_token"}
+OPENAI_FIELDS = {**FIELDS, "text": "prompt", "max_new_tokens": "max_tokens", "num_return_sequences": "n"}
 _OF_UNION = re.compile(r"str|bool|(list|literal)\[.*\]")  # what pydantic puts behind a field of several types
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # of errors; others by the class of their status
 
@@ -44,20 +46,23 @@ class HTTPError(Exception):
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-def error_response(error: BaseException, *, openai: bool = False) -> JSONResponse:
-    """Any error in OpenAI's shape; an unexpected one without its message.
+def error_response(error: BaseException, *, fields: Collection[str] = (), openai: bool = False) -> JSONResponse:
+    """Any error in OpenAI's shape; an unexpected one without its message. ``fields`` are those of the request.
 
     For ``openai`` bad values are 400, as OpenAI's clients expect, a source that is too long among them.
 
     >>> error_response(errors.QueueFullError("Full.", 7)).headers["retry-after"]
     '7'
+    >>> wrong = errors.InputError("forced_bos_token_id must be a token.")
+    >>> error_response(wrong, fields=["forced_bos_token"]).body[:70]
+    b'{"error":{"message":"forced_bos_token must be a token.","type":"invali'
     """
     if isinstance(error, ValidationError):  # what pydantic says of the first field, without the given value
         found = error.errors(include_url=False, include_context=False, include_input=False)
         names = [".".join(str(part) for part in one["loc"] if not _OF_UNION.fullmatch(str(part))) for one in found]
         said = dict.fromkeys(one["msg"] for one, name in zip(found, names, strict=True) if name == names[0])
         name = names[0][:80] or None
-        error = HTTPError(422, f"{name or 'The body'}: {', or: '.join(said)}.", param=name)
+        error = HTTPError(422, f"{name or 'The body'}: {'; or '.join(said)}.", param=name)
     if not isinstance(error, HTTPError):
         status, headers = next((STATUS[kind] for kind in STATUS if isinstance(error, kind)), (500, {}))
         if isinstance(error, errors.QueueFullError):
@@ -65,12 +70,12 @@ def error_response(error: BaseException, *, openai: bool = False) -> JSONRespons
         message = str(error) if type(error) in STATUS else f"Unexpected {type(error).__name__}."
         error = HTTPError(status, message, **headers)
     status, message, param = error.status, str(error), error.param
-    if param is None and (field := _FIELD.match(message)):
-        param = field[1]
-    if openai:
-        status = 400 if status in (413, 422) else status
-        if param in IN_OPENAI:
-            message, param = re.sub(rf"^{param}\b", IN_OPENAI[param], message), IN_OPENAI[param]
+    if openai and status in (413, 422):
+        status = 400
+    names, word = OPENAI_FIELDS if openai else FIELDS, message.partition(" must ")[0]
+    param = names.get(param, param)
+    if (name := names.get(word, word)) in fields:
+        message, param = name + message.removeprefix(word), name
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     content = {"message": message, "type": kind, "param": param, "code": error.code}
     return JSONResponse({"error": content}, status, headers=error.headers)

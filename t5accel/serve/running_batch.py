@@ -256,7 +256,7 @@ class RunningBatch:
             raise
         except BaseException as error:  # the state has read the tokens, and would read them twice
             for part in self.parts:
-                part.error = error
+                part.error = None if part.is_done else error
         return self._finished()
 
     def _append(self, greedy: list[Any], others: list[Any], logits: np.ndarray | None, best: np.ndarray | None) -> None:

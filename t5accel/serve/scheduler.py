@@ -174,8 +174,8 @@ class Scheduler:
     def _sequences(self, request: GenerationRequest) -> list[RunningSequence]:
         check_vocabulary(request.input_ids, self._source_entries)
         checked_bounds(self.backend, **request.bounds)
-        check_positions(self.backend, request.max_new_tokens)
         self.limits.check(request, self._key_value_bytes)
+        check_positions(self.backend, request.max_new_tokens)
         return sequences_for(self.backend, request, self._continuations)
 
     def _require_place(self, requests: int, tokens: int) -> None:
@@ -239,7 +239,7 @@ class Scheduler:
                 self.step()
         except BaseException as error:  # of `notify`, or the interpreter ends: nobody may wait for ever
             with self._changed:
-                self.is_open, waiting, self._queue = False, self._queue, []
+                self.is_open, waiting, self._queue, self.queued_tokens = False, self._queue, [], 0
             for handle in [*self._running, *waiting]:
                 handle.finish(self._clock(), error=EngineError(f"The engine's thread has ended: {error!r:.200}"))
             self._running = {}

@@ -33,6 +33,7 @@ from t5accel.backends.tensorrt import plan
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.backends.torch_static import TorchStatic
 from t5accel.decoding.beam import beam_search
+from t5accel.decoding.encoder_cache import EncoderCache
 from t5accel.decoding.greedy_search import greedy
 from t5accel.decoding.ngram_lookup import prompt_lookup
 from t5accel.decoding.sampling import sample
@@ -294,16 +295,26 @@ def test_tokens_are_those_of_transformers(built: Built, num_beams: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["m2m_100", "bart"])
-@pytest.mark.parametrize("options", [dict(), dict(num_beams=2), dict(return_dict_in_generate=True)])
-def test_a_seed_gives_the_samples_of_transformers(kind: str, options: dict[str, Any], tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("runtime", ["onnx", "torch", "torch behind a cache"])
+def test_a_seed_gives_the_samples_of_transformers(kind: str, runtime: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
-    model = random_model(FAMILIES[kind], odd_sizes(kind), seed=1)
-    ids, found = torch.tensor([[5, 6, 7, 2], [9, 8, 7, 2]]), []
-    for each in (model, accelerate(model, progress=False)):
-        torch.manual_seed(0)
-        answer = each.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=9, **options)
-        found.append(getattr(answer, "sequences", answer))
-    assert torch.equal(*found) and len(found[0].unique()) > 2
+    own = random_model(FAMILIES[kind], odd_sizes(kind), seed=1)
+    ours = accelerate(own, runtime=runtime[:5].strip(), progress=False)
+    if "cache" in runtime:
+        ours = AcceleratedT5(EncoderCache(ours.backend, max_bytes=10**6), own.config, own.generation_config)
+    ids, found = torch.tensor([[5, 6, 7, 2], [9, 8, 7, 2]]), ([], [])
+    calls = (
+        dict(do_sample=True), dict(do_sample=True, num_beams=2), dict(do_sample=True, return_dict_in_generate=True),
+        dict(do_sample=False), dict(num_beams=3), dict(do_sample=True, num_return_sequences=2),
+    )  # fmt: skip
+    states: dict[Any, torch.Tensor] = {}
+    for number, options in enumerate(calls):  # one after the other: what each leaves of the generator counts, too
+        for model, answers in zip((own, ours), found, strict=True):
+            torch.set_rng_state(states[model]) if number else torch.manual_seed(0)
+            answer = model.generate(ids + number, attention_mask=torch.ones_like(ids), max_new_tokens=9, **options)
+            answers.append(getattr(answer, "sequences", answer).tolist())
+            states[model] = torch.get_rng_state()
+    assert found[0] == found[1] and len({str(answer) for answer in found[0]}) > 4
 
 
 @beyond_t5
@@ -746,15 +757,34 @@ def test_a_t5gemma_begins_labels_with_its_decoders_token_and_keeps_its_constants
     ours = accelerate(model, progress=False)
     with torch.no_grad():
         assert_close(ours(ids, labels=labels).loss, model(ids, labels=labels).loss, atol=1e-5)
+    model.config.use_cache = False  # its decoder's counts
+    with torch.no_grad():
+        found, expected = (each(ids, decoder_input_ids=tokens) for each in (accelerate(model, progress=False), model))
+    assert_close(found.logits, expected.logits, atol=1e-5)
     if kind == "t5gemma":  # without a cache it masks padding
         with pytest.raises(InputError, match="use_cache must be left out for a T5Gemma"):
             ours(ids, decoder_input_ids=tokens, use_cache=False)
+        model.config.decoder.use_cache = False
+        with pytest.raises(InputError, match="use_cache must be left out for a T5Gemma"):
+            accelerate(model, progress=False)(ids, decoder_input_ids=tokens)
+        model.config.decoder.use_cache = True
+        ids = ids.repeat(2, 1)
+        ids[1] += 9
+        whole = model.generate(ids, max_new_tokens=8, do_sample=False)
+        ends = int(whole[0, 3])  # of one row before the other
+        options = dict(max_new_tokens=8, do_sample=False, eos_token_id=ends, use_cache=False)
+        assert torch.equal(ours.generate(ids, **options), model.generate(ids, **options))
     model.resize_token_embeddings(len(model.lm_head.out_proj.weight) + 6)
     larger = accelerate(model, progress=False)
     assert torch.equal(larger.generate(ids, max_new_tokens=5), model.generate(ids, max_new_tokens=5))
     model.config.decoder.rms_norm_eps = 1e-4
     with pytest.raises(InputError, match="decoder.rms_norm_eps must be 1e-06, as the model was built, got 0.0001"):
         accelerate(model, progress=False)
+    model.config.decoder.rms_norm_eps = 1e-6
+    if kind == "t5gemma":
+        model.config.encoder.layer_types = [*reversed(model.config.encoder.layer_types)]
+        with pytest.raises(InputError, match="encoder.layer_types must be sliding_attention, as the model was built"):
+            accelerate(model, progress=False)
 
 
 def test_norms_compute_with_what_they_hold(tmp_path: Path, monkeypatch) -> None:

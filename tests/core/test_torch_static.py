@@ -148,6 +148,16 @@ def test_memory_that_is_not_in_use_is_bounded(tiny_t5, with_graphs, monkeypatch)
     monkeypatch.setattr(torch_static, "KEPT_BYTES", size + size // 4)
     answer(2)
     assert [buffers.shape[0] for buffers in backend._free] == [2], "of 4 and 2 the sum is too much"
+    monkeypatch.setattr(torch_static, "KEPT_BYTES", 10 * size)
+    for batch in (3, 4, 5):
+        answer(batch)
+    assert len(backend._free) > 1 and len(backend._encoders) > 1
+    monkeypatch.setattr(Replay, "size_bytes", 11 * size)
+    answer(6)
+    assert [buffers.shape[0] for buffers in backend._free] == [6] == [shape[0] for shape in backend._encoders], (
+        "graphs' own memory counts"
+    )
+    monkeypatch.setattr(Replay, "size_bytes", 0)
     monkeypatch.setattr(torch_static, "KEPT_BYTES", 0)
     answer(5)
     assert [buffers.shape[0] for buffers in backend._free] == [5] == [shape[0] for shape in backend._encoders]

@@ -271,7 +271,7 @@ def test_openai_options_without_effect_are_accepted(neutral: dict[str, Any]) -> 
     (dict(prompt="a", max_tokens=0), "^max_tokens must be .* at least 1, got 0"),
     (dict(prompt="a", max_tokens="4"), "max_tokens"),
     (dict(prompt="a", temperature=-1.0), "temperature"), (dict(prompt="a", stream_options={}), "stream_options"),
-    (dict(prompt=5), "^prompt: .* valid string, or: .* valid array"), (dict(prompt=[]), "^prompt must hold"),
+    (dict(prompt=5), "^prompt: .* valid string; or .* valid array"), (dict(prompt=[]), "^prompt must hold"),
     (dict(prompt="a", n=2, temperature=1.0, stream=True), "^n must be 1 with stream"),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_openai_s_clients_are_refused_by_name_and_with_openai_s_status(fields: dict[str, Any], match: str) -> None:
