@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,7 +79,7 @@ def board(
             )  # fmt: skip
         rows += found
         if json:  # after each length, so that an interrupted run keeps what it has
-            write_rows(json, rows, command=" ".join(["python -m bench", *sys.argv[1:]]))
+            write_rows(json, rows, command=f"python -m bench {shlex.join(sys.argv[1:])}")
         typer.echo(draw.board(found))
         if other:
             typer.echo(f"\n{other.beside(found)}")

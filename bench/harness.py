@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from statistics import median
@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.results import Row
 from t5accel import machine
-from t5accel.errors import InputError
+from t5accel.errors import InputError, UnequalWorkError
 from t5accel.parity import assert_close, assert_varied
 from t5accel.timing import Candidate, Work, compare
 
@@ -105,9 +105,10 @@ def run_comparison(
         for name, run in [*runs.items()]:
             attempt(name, run)
         once = perf_counter() - begun
-        rounds = min(rounds, int((seconds - (perf_counter() - started)) / once))
-        if rounds < FEWEST_ROUNDS:
+        possible = int((seconds - (perf_counter() - started)) / once)
+        if possible < min(rounds, FEWEST_ROUNDS):
             return []
+        rounds = min(rounds, possible)
     if len(runs) > 1:
         exact = {entry.name: entry.exact for entry in entries}
 
@@ -150,11 +151,14 @@ def _timed(
 ) -> None:  # fmt: skip
     last: dict[str, Any] = {}
 
-    def once(name: str) -> Work | None:
-        output = last[name] = attempt(name, runs[name]) if name in runs else None
-        if not (work.forced_length and check and _are_tokens(output)):
-            return None
-        return replace(work, batch=len(output), new_tokens=output.shape[1])
+    def whole(name: str) -> Any:
+        output, shape = runs[name](), (work.batch, work.new_tokens)
+        if work.forced_length and check and _are_tokens(output) and np.shape(output) != shape:
+            raise UnequalWorkError(f"It generated tokens of shape {np.shape(output)} instead of {shape}.")
+        return output
+
+    def once(name: str) -> None:
+        last[name] = attempt(name, partial(whole, name)) if name in runs else None
 
     # Every entry has run before: no warm-up.
     timed = compare(*(Candidate(name, partial(once, name), work) for name in runs), warmup=0, rounds=rounds,

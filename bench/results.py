@@ -239,7 +239,7 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -118,7 +119,11 @@ def prune(
             whole, tokenizer, own.mixture(batch_tokens), out, config, teacher=of, validate=own.validate,
             device=device.value,
         )  # fmt: skip
-    own.keep(student, tokenizer, out / "model", whole, teacher_name=model, how="pruned", settings=asdict(config))
+    settings = asdict(config)
+    training = settings.pop("training")  # of which pruning chooses the layers and the steps by itself
+    if steps:
+        settings |= {f"training_{name}": training[name] for name in training.keys() - {"layers", "steps"}}
+    own.keep(student, tokenizer, out / "model", whole, teacher_name=model, how="pruned", settings=settings)
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ class _UserRows:
         from t5accel.distillation.model_card import save_student
         from t5accel.metrics import floor_warning
 
-        command = " ".join(["t5accel", *sys.argv[1:]])
+        command = shlex.join(["t5accel", *sys.argv[1:]])
         typer.echo(f"Wrote {save_student(student, tokenizer, folder, teacher=whole, command=command, **facts)}")
         for name, model in (("whole model", whole), ("student", student)) if self.validate else ():
             status(f"Scoring the {name} …")

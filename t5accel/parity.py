@@ -54,8 +54,9 @@ def assert_close(actual: ArrayLike, expected: ArrayLike, *, atol: float, rtol: f
     equal, a64, e64 = a == e, a.astype(np.float64), e.astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         difference = np.where(equal, 0.0, np.abs(a64 - e64))  # inf - inf would be NaN where both are the same infinity
+        # a difference that float64 rounds to 0 proves nothing
         # a tolerance relative to an infinity is infinite and would accept any finite value: hence isfinite
-        close = equal | (np.isfinite(difference) & (difference <= atol + rtol * np.abs(e64)))
+        close = equal | (np.isfinite(difference) & (difference <= atol + rtol * np.abs(e64)) & (difference > 0))
         relative = np.where(equal, 0.0, difference / np.abs(e64))
     if close.all():
         return float(difference.max())

@@ -209,6 +209,7 @@ class TokenizerFile:
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         config = _read(file.parent / "tokenizer_config.json")
+        self.tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
         forced = config.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output") is True
         is_bpe = type(self.tokenizer.model).__name__ == "BPE"
         self._cleans_up = config.get("clean_up_tokenization_spaces") is True and (forced or not is_bpe)

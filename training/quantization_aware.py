@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from tqdm import tqdm
 
 from bench.precision import text_quality
-from bench.results import Row, write_rows
+from bench.results import Row, write_json, write_rows
 from t5accel.distillation.batches import TaskBatch, steps_from
 from t5accel.distillation.optimizer import new_optimizers, optimizer_step
 from t5accel.errors import InputError
@@ -31,7 +31,7 @@ from t5accel.precision.integers import quantize_blocks
 from t5accel.precision.recipes import EMBEDDING, Recipe, Scheme, as_recipe, group_of
 from training.curriculum import FOURTH_CURRICULUM, mini_mixture
 from training.pairs import read_pairs, split_pairs
-from training.train import FOURTH_STAGE
+from training.train import FOURTH_STAGE, SETTINGS, require_settings, settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -166,7 +166,9 @@ def rows_of(trained: str, steps: int, model: Any, tokenizer: Any, recipe: Any) -
 
 def train(rounding: Any, folder: Path, args: argparse.Namespace) -> None:
     """Fine-tune the bundled model, unless it is finished."""
-    if (folder / "config.json").is_file():
+    options = dict(recipe=rounding and rounding.name, steps=args.steps, learning_rate=args.learning_rate)
+    settings = settings_of(args.pairs, **options)
+    if (folder / "config.json").is_file() and require_settings(folder, settings):
         return
     model, tokenizer = load_model("mini")
     mixture = mini_mixture(split_pairs(read_pairs(args.pairs), 1000).train, FOURTH_CURRICULUM)
@@ -182,6 +184,7 @@ def train(rounding: Any, folder: Path, args: argparse.Namespace) -> None:
         fine_tune(model, rounding, batches, steps=args.steps, learning_rate=args.learning_rate, on_step=shown)
     with locked(folder), staged(folder) as there:  # which is finished if it is there
         model.to("cpu", torch.float16).save_pretrained(there)
+        write_json(there / SETTINGS, settings)
 
 
 def main() -> None:

@@ -10,11 +10,13 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from bench.results import Row
+from bench.results import Row, write_json
 from bench.scoreboard import recorded_family
 from t5accel.api import accelerate
 from t5accel.decoding.beam import beam_search
+from t5accel.distillation.checkpointing import weights_digest
 from t5accel.distillation.importance import IMPORTANCE_METHODS
 from t5accel.distillation.model_card import save_student
 from t5accel.distillation.pruning import PruneConfig, prune
@@ -23,7 +25,7 @@ from t5accel.distillation.teacher_outputs import read_teacher_outputs, write_tea
 from t5accel.models.load import load_model
 from t5accel.tokenization import text_to_text
 from training.curriculum import draw_sources, student_mixture
-from training.train import make_loss_validator
+from training.train import SETTINGS, make_loss_validator, require_settings, settings_of
 
 TEACHER, STUDENT = "mini", "mini-d1"  # the second one is the longer run's
 TEXTS = 6_000  # written by the teacher, for the loss "sequence"
@@ -44,8 +46,12 @@ class Run:
     def folder(self, out: Path) -> Path:
         return out / self.name.replace("%", "").replace(", ", "-").replace(" ", "-")
 
-    def is_finished(self, out: Path) -> bool:
-        return (self.folder(out) / "model" / "config.json").is_file()
+    def is_finished(self, out: Path, pairs: Path) -> bool:
+        folder = self.folder(out)
+        return (folder / "model" / "config.json").is_file() and require_settings(folder, self.settings(pairs))
+
+    def settings(self, pairs: Path) -> dict[str, Any]:
+        return settings_of(pairs, **asdict(self.config))
 
 
 def distillation_runs(steps: int, longer: int) -> list[Run]:
@@ -75,8 +81,9 @@ def pruning_runs(steps: int, best: str) -> list[Run]:
 def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:
     """Train one student, unless it is finished."""
     folder = run.folder(out)
-    if run.is_finished(out):
+    if run.is_finished(out, pairs):
         return
+    write_json(folder / SETTINGS, run.settings(pairs))
     (teacher, tokenizer), (start, _) = load_model(TEACHER), load_model(run.start)
     mixture, held_out = student_mixture(pairs)
     options = dict(validate=make_loss_validator(held_out, tokenizer), device=device)
@@ -92,7 +99,8 @@ def train(run: Run, pairs: Path, out: Path, device: str = "cpu") -> None:
             write = text_to_text(
                 tokenizer, lambda ids, mask: beam_search(backend, ids, mask, num_beams=4, max_new_tokens=64).sequences
             )
-            write_teacher_outputs(file, write, draw_sources(mixture, TEXTS, run.config.seed))
+            by = weights_digest([teacher])
+            write_teacher_outputs(file, write, draw_sources(mixture, TEXTS, run.config.seed), by=by)
             mixture = mixture.with_teacher_outputs(read_teacher_outputs(file))
         student = distill(start, tokenizer, mixture, folder, run.config, **options)
     save_student(
@@ -157,7 +165,7 @@ def main() -> None:
     recorded_family(
         args.json,
         TEACHER,
-        {run.name: run.folder(args.out) / "model" for run in planned if run.is_finished(args.out)},
+        {run.name: run.folder(args.out) / "model" for run in planned if run.is_finished(args.out, args.pairs)},
         told=told,
         rounds=ROUNDS,
         on_model=print,

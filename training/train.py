@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ from training.vocabulary import train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SETTINGS = "settings.json"  # beside a model that was trained for a comparison
 
 
 def held_out_quality(
@@ -208,6 +211,22 @@ def validation_sets(held_out: list[Example], encode: Encode) -> dict[str, list[B
         "composed questions": [composed_question_example(rng) for _ in range(128)],
     }
     return {name: encode_and_pack(examples, encode, 6000) for name, examples in tasks.items()}
+
+
+def settings_of(pairs: Path, **settings: Any) -> dict[str, Any]:
+    """What a training was asked for, as JSON: `SETTINGS` of a finished one."""
+    with pairs.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return json.loads(json.dumps({**settings, "pairs": digest}))
+
+
+def require_settings(folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Return True, or raise ``InputError`` if the finished training in a folder had other settings."""
+    file = folder / SETTINGS
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if found != settings:
+        raise InputError(f"{folder} holds a training with other settings, {found}. Delete it, or give another folder.")
+    return True
 
 
 def make_loss_validator(

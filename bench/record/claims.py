@@ -104,6 +104,8 @@ def _spread(how: str, key: str, rows: list[Mapping[str, Any]]) -> tuple[float, f
         error = 2 * hypot(*(stdev(one) / len(one) ** 0.5 / mean(one) for one in times))
         ratio = rows[0][key] / rows[1][key]
         return ratio * (1 - error), ratio * (1 + error), min(map(len, times))
+    elif len(rows) > 1:
+        return None  # no sample is of both
     return (min(samples), max(samples), len(samples)) if samples else None
 
 

@@ -5,6 +5,7 @@ The steps of a block follow from (seed, block number) alone: a resumed run sees 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -58,6 +59,17 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class WeightedDraw:
+    """Draws an example by the running sums of all examples' weights."""
+
+    examples: Sequence[Example]
+    sums: Sequence[float]
+
+    def __call__(self, rng: random.Random) -> Example:
+        return rng.choices(self.examples, cum_weights=self.sums)[0]
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Examples by task, and the curriculum that mixes them."""
 
@@ -73,9 +85,27 @@ class Mixture:
             raise InputError(
                 f"curriculum must have phases from 0 and rising multiples of {self.steps_per_block}, got {starts}."
             )
+        for phase in self.curriculum:
+            if phase.parts[0].per_step != 1:
+                raise InputError(f"per_step of a phase's first part must be 1, got {phase.parts[0].per_step}.")
 
     def phase(self, step: int) -> Phase:
         return [phase for phase in self.curriculum if phase.from_step <= step][-1]
+
+    def digest(self, encode: Encode, seed: int) -> str:
+        """A hash of all that decides about batches; of a function that draws, by each phase's first block."""
+        found = hashlib.sha256(repr((self.curriculum, self.steps_per_block)).encode())
+        for task, given in self.examples.items():
+            weighted = isinstance(given, WeightedDraw)
+            found.update(repr((task, given.sums if weighted else None)).encode())
+            rows = given.examples if weighted else () if callable(given) else given
+            for row in rows:
+                if row[0] not in self.excluded_sources:
+                    found.update(repr(row).encode())
+        for phase in self.curriculum:  # encoded: another tokenizer gives others
+            block = draw_block(self, encode, seed, phase.from_step // self.steps_per_block)
+            found.update(repr(list(block)).encode())
+        return found.hexdigest()
 
     def with_teacher_outputs(self, texts: Mapping[str, Sequence[Example]]) -> Mixture:
         return replace(self, examples={**self.examples, **texts}, by_teacher=True)
@@ -155,11 +185,7 @@ def mix_examples(
     excluded = frozenset(excluded_sources)
     if all(source in excluded for source, _ in together):
         raise InputError("Every source is among those to evaluate with. Give other examples to train on.")
-    chances = list(accumulate(each))
-
-    def draw(rng: random.Random) -> Example:
-        return rng.choices(together, cum_weights=chances)[0]
-
+    draw = WeightedDraw(together, list(accumulate(each)))
     return Mixture({"examples": draw}, (Phase(0, (TaskShare("examples", tokens),)),), excluded, by_teacher=by_teacher)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from t5accel import machine
-from t5accel.distillation.batches import Encode, Mixture, TaskBatch, draw_block, steps_from
+from t5accel.distillation.batches import Encode, Mixture, TaskBatch, steps_from
 from t5accel.distillation.optimizer import optimizer_step
 from t5accel.errors import InputError, JobError
 from t5accel.graphs.atomic_write import flush, reason
@@ -161,8 +161,7 @@ def run_training(
     ``InputError`` for a damaged checkpoint or one of another configuration, of more steps, of models other than
     ``made_from`` or of other batches, ``JobError`` on a full disk, which leaves the last checkpoint.
     """
-    first = list(draw_block(mixture, encode, config.seed, 0))
-    digests = {"weights": weights_digest(made_from), "batches": hashlib.sha256(repr(first).encode()).hexdigest()}
+    digests = {"weights": weights_digest(made_from), "batches": mixture.digest(encode, config.seed)}
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = Checkpoint(folder, config, model if state is None else state, optimizers, digests)
     step = checkpoint.resume(device, stable if goes_back else checkpoint.file)

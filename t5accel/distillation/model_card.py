@@ -42,7 +42,7 @@ A student of `{teacher}`, {made} ({how}). It has {parameters:.1f} million parame
 {loading}
 Prefixes and limits are its teacher's. The licenses of its teacher and of the data that it was trained on apply to it.
 """
-PLAIN = "`T5ForConditionalGeneration.from_pretrained` loads it."
+PLAIN = "`{}.from_pretrained` loads it."
 PRUNED = (
     "Its layers differ in size: load it with `t5accel.models.load.load_model(folder)`, not with transformers alone."
 )
@@ -88,7 +88,7 @@ def save_student(
         sizes=_sizes(T5Dims.of(teacher), T5Dims.of(student)),
         command=command,
         settings="\n".join(f"- {key}: {value}" for key, value in settings.items()),
-        loading=PRUNED if getattr(student.config, "layer_widths", None) else PLAIN,
+        loading=PRUNED if getattr(student.config, "layer_widths", None) else PLAIN.format(type(student).__name__),
     )
     with locked(folder):
         require_student_folder(folder)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,14 +108,24 @@ def batch_loss(
 
 @torch.no_grad()
 def validation_losses(model: torch.nn.Module, sets: dict[str, list[Batch]]) -> dict[str, float]:
-    """Nats per token on each set, without dropout or smoothing; leaves the model in training mode."""
-    model.eval()
+    """Nats per token on each set, without dropout or smoothing."""
     losses = {}
-    for name, batches in sets.items():
-        sums = [batch_loss(model, batch, 0.0) for batch in batches]
-        losses[name] = round(sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums), 4)
-    model.train()
+    with evaluating(model):
+        for name, batches in sets.items():
+            sums = [batch_loss(model, batch, 0.0) for batch in batches]
+            losses[name] = round(sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums), 4)
     return losses
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode meanwhile."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:

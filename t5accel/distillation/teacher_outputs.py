@@ -22,7 +22,8 @@ def write_teacher_outputs(
 ) -> None:  # fmt: skip
     """Append a JSON line ``{"task", "source", "target"}`` for each wanted (task, source) that the file lacks.
 
-    ``by`` says in the first line who writes, and how; raises ``InputError`` for a file by another.
+    ``by`` says in the first line who writes, and how; raises ``InputError`` for a file by another, or by somebody
+    unknown.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -33,14 +34,14 @@ def write_teacher_outputs(
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = list(_rows(file)) if file.is_file() else []
-    if by is not None and rows and rows[0].get("by") != by:
+    if rows and rows[0].get("by") != by:
         raise InputError(f"{file} was written by another teacher, or otherwise. Delete it, or use another folder.")
-    there = {row.get("source") for row in rows}
-    if file.is_file() or by is not None:
-        first = "" if rows or by is None else json.dumps({"by": by}) + "\n"
-        with file.open("ab") as out:
-            out.write(b"\n" + first.encode())  # ends a line truncated by a kill
-    missing = [(task, source) for task, source in wanted if source not in there]
+    there = {(row.get("task"), row.get("source")) for row in rows}
+    is_cut = file.is_file() and file.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
+    first = "" if rows or by is None else json.dumps({"by": by}) + "\n"
+    with file.open("ab") as out:
+        out.write(b"\n" * is_cut + first.encode())
+    missing = [pair for pair in wanted if pair not in there]
     done = len(wanted) - len(missing)
     with machine.progress_bar(total=len(wanted), initial=done, desc="the teacher writes", unit="text") as bar:
         for first in range(0, len(missing), GROUP):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from t5accel.backends.torch_eager import TorchEager
 from t5accel.distillation.batches import LONGEST, Rows, encode_and_pack, read_examples
-from t5accel.distillation.optimizer import validation_losses
+from t5accel.distillation.optimizer import evaluating, validation_losses
 from t5accel.errors import InputError
 from t5accel.metrics import ROW_SCORES
 from t5accel.tokenization import generate_texts
@@ -50,12 +50,12 @@ def make_validator(
     def validate(model: PreTrainedModel) -> dict[str, float]:
         found = validation_losses(model, sets)
         if metric != "loss":
-            backend = TorchEager(model)  # puts the model into evaluation mode
-            answers = generate_texts(
-                backend, tokenizer, sources, max_new_tokens=max_new_tokens, num_beams=1, batch_size=batch_size
-            )
+            with evaluating(model):
+                answers = generate_texts(
+                    TorchEager(model), tokenizer, sources, max_new_tokens=max_new_tokens, num_beams=1,
+                    batch_size=batch_size,
+                )  # fmt: skip
             found[metric] = round(ROW_SCORES[metric](answers, references), 2)
-            model.train()
         return found
 
     return validate

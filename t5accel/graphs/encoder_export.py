@@ -361,7 +361,7 @@ def _folder_of_files(name: str) -> Path | None:
     if name in BUNDLED:
         return data_folder() / BUNDLED[name]
     if os.path.isdir(name):
-        return Path(name)
+        return Path(name).absolute()  # the process may go elsewhere
     if (repository := hub_id(name)) is None:
         if not name.startswith("random:"):
             load_model(name)  # refuses it, and says which names there are

@@ -257,7 +257,12 @@ def find_export(model: Any) -> Path | None:
     if not isinstance(model, str | os.PathLike) or (isinstance(model, str) and model in BUNDLED):
         return None
     folder = Path(model)
-    if os.path.isfile(folder / MANIFEST) and (os.path.isfile(folder / ENCODER) or not has_weights(folder)):
+    has_graphs = os.path.isfile(folder / ENCODER)
+    if os.path.isfile(folder / MANIFEST) and has_graphs and has_weights(folder):
+        raise InputError(
+            f"{folder} holds an export and a model's weights, which may be of another model: move one of them away."
+        )
+    if os.path.isfile(folder / MANIFEST) and (has_graphs or not has_weights(folder)):
         return folder
     repository = hub_id(os.fspath(model))
     return _hub_export(repository) if repository else None

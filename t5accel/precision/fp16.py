@@ -19,6 +19,7 @@ from t5accel.precision.recipes import Recipe, as_recipe, group_of
 from t5accel.precision.source_export import Fp32Export
 
 LARGEST = float(np.finfo(np.float16).max)  # 65,504
+MASKED = 1e30  # constants beyond it hide tokens; no weight is as large
 MARGIN = 8.0  # other inputs may give larger numbers than the calibration's
 # The operators of T5's norm; the last one is a whole norm.
 _BEFORE_NORM = ("Pow", "ReduceMean", "Sqrt", "Div", "LayerNormalization")
@@ -78,7 +79,8 @@ def export_fp16(
 def convert_graph_fp16(graph: GraphBuilder, in_fp32: Iterable[str] = ()) -> None:
     """Convert a graph in place to fp16, with casts around the nodes that stay ``in_fp32``.
 
-    Float inputs and outputs become fp16, except ``logits``. All weights are stored in fp16, clipped to its range.
+    Float inputs and outputs become fp16, except ``logits``. All weights are stored in fp16; infinities, and constants
+    that stand for them, become its largest numbers. Raises ``InputError`` for other weights beyond these.
 
     >>> graph = GraphBuilder("one")
     >>> hidden = graph.op("Mul", graph.input("x", "float32", ["N"]), graph.constant(np.float32(3e38)))
@@ -136,7 +138,14 @@ class _Fp16Converter:
         """The name of a value in one type, cast if it does not exist yet."""
         if (name, kind) not in self.names:
             if name in self.arrays and (name, TensorProto.FLOAT16) not in self.names:
-                half = self.arrays[name].clip(-LARGEST, LARGEST).astype(np.float16)
+                array = self.arrays[name]
+                size = np.abs(array)
+                outside = size[(size > LARGEST) & (size < MASKED) | np.isnan(size)]
+                if outside.size:
+                    raise InputError(
+                        f"{name} must lie within ±{LARGEST:g} for fp16, got {outside.max():g}. Give fp32 or int8."
+                    )
+                half = array.clip(-LARGEST, LARGEST).astype(np.float16)
                 self.names[name, TensorProto.FLOAT16] = self.graph.weight(f"{name}.fp16", half)
             if (name, kind) not in self.names:
                 other = TensorProto.FLOAT + TensorProto.FLOAT16 - kind

@@ -69,8 +69,10 @@ def test_tokens_of_an_inexact_system_are_counted() -> None:
 
 @pytest.mark.parametrize("cut", [TOKENS[:, :-1], TOKENS[:1]], ids=["fewer tokens", "fewer rows"])
 def test_less_work_while_timing_is_refused(cut: np.ndarray) -> None:
-    with pytest.raises(UnequalWorkError, match="'b'"):
+    with pytest.raises(UnequalWorkError, match="instead of"):
         run_comparison([entry("a", TOKENS), entry("b", TOKENS, cut)], WORK)
+    rows = run_comparison([entry("a", TOKENS), entry("b", TOKENS, cut), entry("c", TOKENS)], WORK, keep_going=True)
+    assert ["failed" in row for row in rows] == [False, True, False] and "latency_s" in rows[2]
 
 
 def test_other_tokens_while_timing_are_refused() -> None:
@@ -134,9 +136,9 @@ def test_rounds_fit_into_the_time_and_too_little_gives_no_rows(monkeypatch: pyte
     clock = iter(range(1000))
     monkeypatch.setattr(harness, "perf_counter", lambda: next(clock))  # every look at it is a second later
     assert run_comparison([entry("a", TOKENS), entry("b", TOKENS)], WORK, seconds=7 + FEWEST_ROUNDS - 1) == []
-    for seconds, rounds in ((7 + 4, 4), (1000, 5)):
+    for seconds, asked, rounds in ((7 + 4, 5, 4), (1000, 5, 5), (1000, 2, 2)):
         clock = iter(range(1000))
-        rows = run_comparison([entry("a", TOKENS), entry("b", TOKENS)], WORK, seconds=seconds, rounds=5)
+        rows = run_comparison([entry("a", TOKENS), entry("b", TOKENS)], WORK, seconds=seconds, rounds=asked)
         assert {len(row["latency_s"]) for row in rows} == {rounds}
 
 

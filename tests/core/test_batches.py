@@ -68,6 +68,26 @@ def test_a_phase_that_begins_within_a_block_or_out_of_turn_is_refused():
             replace(SMALL, curriculum=tuple(replace(PHASES[0], from_step=start) for start in starts))
 
 
+@pytest.mark.parametrize("per_step", [0.5, 2])
+def test_a_phase_whose_first_part_is_not_one_batch_a_step_is_refused(per_step: float) -> None:
+    with pytest.raises(InputError, match="first part must be 1"):
+        replace(SMALL, curriculum=(Phase(0, (TaskShare("translation", 200, per_step=per_step),)),))
+
+
+def test_the_digest_is_of_every_example_and_phase() -> None:
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [[*text.encode()] for text in texts]
+
+    rows = [(f"source {number}", f"target {number}") for number in range(3000)]
+    mixed = mix_examples([rows], tokens=200)
+    digests = {mixed.digest(encode, 0), mixed.digest(encode, 1), mix_examples([rows], tokens=201).digest(encode, 0)}
+    digests |= {mix_examples([rows[:-1]], tokens=200).digest(encode, 0)}
+    digests |= {mix_examples([rows[:9], rows[9:]], [1, 2], tokens=200).digest(encode, 0)}
+    two = replace(mixed, curriculum=(*mixed.curriculum, Phase(50, (TaskShare("examples", 300),))))
+    digests |= {two.digest(encode, 0), replace(mixed, excluded_sources=frozenset({"source 2999"})).digest(encode, 0)}
+    assert len(digests) == 7 and mixed.digest(encode, 0) == mix_examples([list(rows)], tokens=200).digest(encode, 0)
+
+
 @given(st.lists(st.lists(st.lists(st.just(5), min_size=1, max_size=9), min_size=1, max_size=4), min_size=2, max_size=4))
 def test_weights_sum_to_one_and_follow_the_labels_or_the_phase(targets):
     batches = [(("translation", "summaries")[i > 0], ([], rows)) for i, rows in enumerate(targets)]
@@ -241,6 +261,7 @@ def test_scores_are_those_of_what_the_model_writes(mini: tuple[Any, Any], monkey
         assert worse[metric] < 90 and worse["loss"] > right["loss"]
     assert make_validator(rows, tokenizer)(model) == {"loss": right["loss"]}
     model.eval()
+    assert make_validator(rows, tokenizer, "exact_match")(model)["exact_match"] == 100 and not model.training
     with pytest.raises(InputError, match="metric"):
         make_validator(rows, tokenizer, "luck")
     monkeypatch.setitem(__import__("sys").modules, "sacrebleu.metrics", None)

@@ -390,6 +390,9 @@ def test_its_card_says_what_it_is_and_how_it_was_made(kept: tuple[Any, Path], ti
     assert "# model\n" in text and "`a teacher`" in text and "t5accel distill --steps 4" in text and "- loss: x" in text
     assert "| decoder layers | 3 | 1 |" in text and "| heads of the decoder | 4, 4, 4 | 4 |" in text
     assert "`T5ForConditionalGeneration.from_pretrained` loads it." in text and "{" not in text
+    facts = dict(teacher_name="a teacher", how="distilled", command="c", settings={})
+    other = save_student(tiny_t5("umt5"), toy_tokenizer(), tmp_path / "umt5", teacher=student, **facts)
+    assert "`UMT5ForConditionalGeneration.from_pretrained`" in (other / "README.md").read_text(encoding="utf-8")
     narrow = narrowed(tiny_t5())
     facts = dict(teacher_name="a teacher", how="pruned", command="c", settings={})
     other = save_student(narrow, toy_tokenizer(), tmp_path / "narrow", teacher=student, **facts)

@@ -466,6 +466,14 @@ def test_a_model_with_a_manifest_of_something_else_is_a_model(folder: Path) -> N
     assert find_export(folder) is None and cached_export(folder)
 
 
+def test_an_export_beside_weights_is_refused(tiny_t5, folder: Path, tmp_path: Path) -> None:
+    """A model that was saved there later leaves every hash of the manifest as it was."""
+    export_model(tiny_t5(), tmp_path / "out")
+    tiny_t5(seed=5).save_pretrained(tmp_path / "out")
+    with pytest.raises(InputError, match="holds an export and a model's weights"):
+        find_export(tmp_path / "out")
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_an_export_is_no_model_to_load_and_says_so(exported: Path, hub: Path, monkeypatch, is_there: bool) -> None:
     if is_there:

@@ -46,6 +46,8 @@ def test_parity_returns_the_largest_difference() -> None:
     assert assert_close([True, False], [True, False], atol=0) == 0
     assert assert_close(1.5, 1.0, atol=0, rtol=0.5) == 0.5
     assert assert_close([-np.inf, 1], [-np.inf, 1], atol=0) == 0  # masked logits
+    with pytest.raises(ParityError):  # whose difference float64 rounds to 0
+        assert_close([2**53], [2**53 + 1], atol=0)
 
 
 def test_parity_error_informs() -> None:

@@ -24,7 +24,7 @@ from bench.baselines.rescale import scale_residual_stream
 from t5accel.backends.ort_numpy import OrtNumpy
 from t5accel.backends.ort_session import SessionSettings
 from t5accel.decoding.greedy_search import greedy
-from t5accel.errors import ExportError
+from t5accel.errors import ExportError, InputError
 from t5accel.graphs.builder import GraphBuilder
 from t5accel.graphs.contract import DECODER, ENCODER, WEIGHTS, decoder_spec, encoder_spec
 from t5accel.graphs.export import export_model
@@ -83,7 +83,7 @@ def test_two_nodes_that_stay_in_fp32() -> None:
 
 def test_weights_are_stored_in_fp16_whoever_reads_them() -> None:
     graph = GraphBuilder("weights")
-    x, weight = graph.input("x", "float32", ["N", 2]), np.array([[1 / 3, 1e6], [-3e38, 1e-9]], dtype=np.float32)
+    x, weight = graph.input("x", "float32", ["N", 2]), np.array([[1 / 3, np.inf], [-3e38, 1e-9]], dtype=np.float32)
     one = graph.op("MatMul", x, graph.weight("w", weight), output="one")
     graph.output(graph.op("MatMul", one, "w", output="two"), "float32", ["N", 2])
     graph.output(graph.op("Add", one, graph.constant(np.float32(2)), output="three"), "float32", ["N", 2])
@@ -94,6 +94,15 @@ def test_weights_are_stored_in_fp16_whoever_reads_them() -> None:
         graph.weights["w.fp16"], np.array([[1 / 3, LARGEST], [-LARGEST, 1e-9]], dtype=np.float16))  # fmt: skip
     assert Counter(operators(graph)) == {"MatMul": 2, "Add": 1, "Cast": 3}, "of the weight, of `one`, of `two`"
     onnx.checker.check_model(graph.proto(), full_check=True)
+
+
+@pytest.mark.parametrize("value", [1e6, -7e4, np.nan])
+def test_a_weight_beyond_fp16_is_refused(value: float) -> None:
+    graph = GraphBuilder("weights")
+    weight = graph.weight("w", np.array([[1, value]], dtype=np.float32))
+    graph.output(graph.op("Add", graph.input("x", "float32", ["N", 2]), weight, output="y"), "float32", ["N", 2])
+    with pytest.raises(InputError, match="w must lie within ±65504 for fp16"):
+        convert_graph_fp16(graph)
 
 
 def test_logits_leave_in_fp32_and_integers_stay() -> None:

@@ -101,10 +101,22 @@ def test_another_teacher_does_not_go_on_in_the_file(tmp_path: Path) -> None:
     check_complete(file)
     before = file.read_bytes()
     (tmp_path / "unsigned.jsonl").write_bytes(before.split(b"\n", 2)[2])
-    for other, by in ((file, "another"), (file, "one, 32 tokens"), (tmp_path / "unsigned.jsonl", "one, 64 tokens")):
+    for other, by in (
+        (file, "another"),
+        (file, "one, 32 tokens"),
+        (tmp_path / "unsigned.jsonl", "one, 64 tokens"),
+        (file, None),
+    ):
         with pytest.raises(InputError, match="another teacher"):
             write_teacher_outputs(other, Teacher(patience=0), WANTED, by=by)
     assert file.read_bytes() == before
+
+
+def test_a_source_of_two_tasks_is_written_for_each(tmp_path: Path) -> None:
+    file = tmp_path / "teacher.jsonl"
+    for task in "ab":
+        write_teacher_outputs(file, lambda texts: [text.upper() for text in texts], [(task, "x")])
+    assert read_teacher_outputs(file) == {"a": [("x", "X")], "b": [("x", "X")]} and b"\n\n" not in file.read_bytes()
 
 
 def test_a_missing_file_and_one_without_texts_are_refused(tmp_path: Path) -> None:

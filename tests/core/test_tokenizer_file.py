@@ -143,6 +143,15 @@ def test_padding_and_cutting_saved_in_the_file_do_not_matter(folder: Path, ours)
     np.testing.assert_array_equal(TokenizerFile(folder)(texts)["input_ids"], ours(texts)["input_ids"])
 
 
+def test_special_tokens_of_texts_are_split_where_the_configuration_says_so(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    whole = TokenizerFile(folder)(["<pad>a"])["input_ids"].tolist()
+    change(folder / "tokenizer_config.json", split_special_tokens=True)
+    split = TokenizerFile(folder)(["<pad>a"])["input_ids"].tolist()
+    assert split == AutoTokenizer.from_pretrained(folder)(["<pad>a"])["input_ids"] and split != whole
+
+
 def test_where_the_padding_token_is_read(folder: Path) -> None:
     config, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     change(config, pad_token="</s>")

@@ -79,7 +79,9 @@ def test_a_model_that_was_not_saved_whole_is_not_finished(tiny_t5, tmp_path, mon
         monkeypatch.setattr(module, name, MagicMock())
     monkeypatch.setattr(module, "load_model", lambda name: (copy.deepcopy(tiny_t5()), None))
     monkeypatch.setattr(module, "fine_tune", lambda *given, **options: calls.append(given))
-    args = Namespace(pairs=None, device="cpu", steps=1, learning_rate=0.1)
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("a\tb\n")
+    args = Namespace(pairs=pairs, device="cpu", steps=1, learning_rate=0.1)
     with monkeypatch.context() as patch:
         patch.setattr(module.torch.nn.Module, "state_dict", MagicMock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -87,4 +89,6 @@ def test_a_model_that_was_not_saved_whole_is_not_finished(tiny_t5, tmp_path, mon
     assert not (tmp_path / "model").exists()
     for _ in range(2):
         module.train(None, tmp_path / "model", args)
+    with pytest.raises(InputError, match="other settings"):
+        module.train(None, tmp_path / "model", Namespace(**vars(args) | {"steps": 2}))
     assert len(calls) == 2 and (tmp_path / "model" / "model.safetensors").is_file()
