@@ -155,9 +155,12 @@ def _lines() -> Iterator[str]:
     """The lines of standard input as they come, empty ones included, so that outputs line up with texts."""
     for number, line in enumerate(typer.get_binary_stream("stdin"), 1):
         try:  # a first line may begin with a byte order mark
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise InputError(f"Line {number} of standard input is not UTF-8: convert it first.") from error
+        if "\r" in text:
+            raise InputError(f"Line {number} of standard input holds a carriage return. End lines by \\n.")
+        yield text
 
 
 @app.command()

@@ -206,6 +206,8 @@ def test_lines_of_standard_input_are_answered_one_by_one(answer, options):
     result = CliRunner().invoke(app, ["run", "-", *options], input=TEXT.encode() + b"\n\xff\n")
     assert (result.exit_code, result.stdout) == (2, f"{answer}\n")
     assert "Line 2 of standard input is not UTF-8" in said(result)[-1]
+    result = CliRunner().invoke(app, ["run", "-", *options], input=b"a\rb\r")
+    assert (result.exit_code, result.stdout) == (2, "") and "holds a carriage return" in said(result)[-1]
 
 
 def test_a_line_is_answered_and_its_words_are_printed_before_more_comes(tmp_path):

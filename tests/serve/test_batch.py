@@ -272,6 +272,13 @@ def test_bad_json_rows_are_rejected_with_number_and_reason(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("toy")
+def test_lines_that_end_with_a_carriage_return_alone_are_not_taken_for_one_text(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"one\rtwo\r\nthree\r\n")
+    done, _ = run(tmp_path / "in.txt", tmp_path / "out")
+    assert "carriage return" in rejects_in(tmp_path / "out")[0]["reason"] and (done.answered, done.rejected) == (1, 1)
+
+
+@pytest.mark.usefixtures("toy")
 def test_broken_records_of_csv_are_rejected(tmp_path: Path) -> None:
     long = "".join(f"line,{i}\n" for i in range(20_000))
     assert len(long) > 131_072, "Python's limit of a field"

@@ -43,7 +43,8 @@ def written(path: Path, texts: list[Any] | None = None) -> Path:
     """A file of texts, with other columns where its format has any."""
     texts = TEXTS if texts is None else texts
     if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.table({"n": [*range(len(texts))], "text": texts}), path)
+        table = pyarrow.table({"n": [*range(len(texts))], "text": texts})
+        parquet.write_table(table.replace_schema_metadata({"pandas": "an index"}), path)
         return path
     lines = {
         ".txt": lambda n, text: text,
@@ -81,6 +82,8 @@ def test_rows_are_those_of_the_encoder(tmp_path, encoder, kind, options) -> None
     assert table["text"].to_pylist() == TEXTS
     if kind != ".txt":
         assert [int(number) for number in table["n"].to_pylist()] == [*range(len(TEXTS))]
+    if kind == ".parquet":
+        assert table.schema.metadata[b"pandas"] == b"an index"
     if kind == ".jsonl":  # a field that the first rows lack
         assert table["late"].to_pylist() == [None] * 7 + [[number / 2] for number in range(7, len(TEXTS))]
     assert left(tmp_path) == sorted([path.name, "out.npy", "out.parquet"])

@@ -124,6 +124,7 @@ def _with_columns(path: Path, schema: Any, rows: RowRange, column: str, given: A
         made = rows.table(column, given).schema
         pyarrow = import_pyarrow()
         found = pyarrow.unify_schemas([schema, made], promote_options="permissive")
+        found = found.with_metadata(schema.metadata or made.metadata)  # such as pandas' index
         pyarrow.parquet.ParquetWriter(pyarrow.BufferOutputStream(), found).close()  # raises of what it cannot hold
     except Exception as error:  # of fields of several types; Arrow's are of many kinds
         raise InputError(f"{path} makes no Parquet ({first_line(error)}). Give .npy.") from error

@@ -108,7 +108,9 @@ class RowRange:
         return found
 
     def text(self, record: str, column: str, into: str | None) -> str | RejectedRow:
-        return text_of(record.rstrip("\r\n"))
+        line = record.rstrip("\r\n")
+        # Several texts of a file whose lines end so would be one.
+        return RejectedRow("a carriage return within the line") if "\r" in line else text_of(line)
 
     def table(self, column: str, schema: Any = None) -> Any:
         """The rows as an Arrow table, of ``schema`` if it is given."""
