@@ -154,7 +154,7 @@ def _timed(
     def whole(name: str) -> Any:
         output, shape = runs[name](), (work.batch, work.new_tokens)
         if work.forced_length and check and _are_tokens(output) and np.shape(output) != shape:
-            raise UnequalWorkError(f"It generated tokens of shape {np.shape(output)} instead of {shape}.")
+            raise UnequalWorkError(f"{name!r} generated tokens of shape {np.shape(output)} instead of {shape}.")
         return output
 
     def once(name: str) -> None:

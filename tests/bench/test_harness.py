@@ -69,7 +69,7 @@ def test_tokens_of_an_inexact_system_are_counted() -> None:
 
 @pytest.mark.parametrize("cut", [TOKENS[:, :-1], TOKENS[:1]], ids=["fewer tokens", "fewer rows"])
 def test_less_work_while_timing_is_refused(cut: np.ndarray) -> None:
-    with pytest.raises(UnequalWorkError, match="instead of"):
+    with pytest.raises(UnequalWorkError, match="'b'"):
         run_comparison([entry("a", TOKENS), entry("b", TOKENS, cut)], WORK)
     rows = run_comparison([entry("a", TOKENS), entry("b", TOKENS, cut), entry("c", TOKENS)], WORK, keep_going=True)
     assert ["failed" in row for row in rows] == [False, True, False] and "latency_s" in rows[2]
