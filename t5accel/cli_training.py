@@ -122,7 +122,7 @@ def prune(
     settings = asdict(config)
     training = settings.pop("training")  # of which pruning chooses the layers and the steps by itself
     if steps:
-        settings |= {f"training_{name}": training[name] for name in training.keys() - {"layers", "steps"}}
+        settings |= {f"training_{name}": value for name, value in training.items() if name not in ("layers", "steps")}
     own.keep(student, tokenizer, out / "model", whole, teacher_name=model, how="pruned", settings=settings)
 
 

@@ -146,9 +146,9 @@ def bart_like_weights(model: PreTrainedModel, family: Family) -> T5Weights:
 
 
 def _norm_epsilon(model: Any) -> float:
-    epsilons = {norm.eps for norm in norms(model)}
+    epsilons = {getattr(norm, "eps", None) for norm in norms(model)}
     if len(epsilons) != 1:
-        raise NotT5Error(f"All norms must have the same eps, got {sorted(epsilons)}.")
+        raise NotT5Error(f"All norms must have the same eps, got {', '.join(sorted(map(str, epsilons)))}.")
     return epsilons.pop()
 
 
