@@ -78,12 +78,16 @@ def written(result: Any, folder: Path) -> Any:
 
 
 def test_distill_writes_a_student_that_loads_with_its_card(teacher: Path, data: Path, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("sys.argv", ["t5accel", "distill", "--layers", "1,2"])
+    monkeypatch.setattr("sys.argv", ["t5accel", "distill", "--layers", "1,2", "--data", "my data"])
     options = ("distill", "--data", data, "--out", tmp_path / "out", "--teacher", teacher, *SMALL, "--layers", "1,2")
     student = written(call(*options, "--steps", 2, "--seed", 3), tmp_path / "out" / "model")
     assert T5Dims.of(student).decoder_layers == 2
     card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
-    assert "t5accel distill --layers 1,2\n" in card and "- layers: (1, 2)" in card and "- loss: logits" in card
+    assert (
+        "t5accel distill --layers 1,2 --data 'my data'\n" in card
+        and "- layers: (1, 2)" in card
+        and "- loss: logits" in card
+    )
     assert f"`{teacher}`" in card and "- steps: 2" in card and "- seed: 3" in card
     state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
     assert (state["step"], state["config"]["seed"]) == (2, 3)
@@ -236,6 +240,7 @@ def test_prune_writes_a_narrow_model_that_loads(teacher, data: Path, tmp_path, i
         "load_model(folder)" in card and f"- importance: {importance}" in card and "| neurons of the decoder |" in card
     )
     assert (out / "checkpoint.pt").exists() == (steps > 0)
+    assert ("- training_loss: labels" in card) == (steps > 0) and f"- steps: {steps}\n" in card and "2000" not in card
 
 
 def test_prune_trains_gently_and_with_another_teacher_if_one_is_given(teacher, data, tmp_path, monkeypatch) -> None:
