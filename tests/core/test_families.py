@@ -48,6 +48,7 @@ from t5accel.graphs.manifest import write_manifest
 from t5accel.models.families import BEYOND_T5, FAMILIES, GEMMAS, SIZES, T5GEMMA, T5GEMMA_2, Family, family_of
 from t5accel.models.load import load_model
 from t5accel.models.random_init import random_model
+from t5accel.models.t5_math import cache_name
 from t5accel.parity import assert_close
 from t5accel.precision.calibration import CalibrationSample, collect_ranges
 from t5accel.precision.convert import convert_export
@@ -785,6 +786,14 @@ def test_a_t5gemma_begins_labels_with_its_decoders_token_and_keeps_its_constants
         model.config.encoder.layer_types = [*reversed(model.config.encoder.layer_types)]
         with pytest.raises(InputError, match="encoder.layer_types must be sliding_attention, as the model was built"):
             accelerate(model, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["bart", "mbart", "marian", "pegasus", "m2m_100"])
+def test_a_loss_comes_with_a_cache_where_transformers_returns_one(kind: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("T5ACCEL_CACHE", str(tmp_path))
+    model, ids = random_model(FAMILIES[kind], odd_sizes(kind), seed=1), torch.tensor([[5, 6, 7, 2]])
+    found, expected = (each(ids, labels=ids).get(cache_name()) for each in (accelerate(model, progress=False), model))
+    assert (found is None) == (expected is None) == (kind != "m2m_100")
 
 
 def test_norms_compute_with_what_they_hold(tmp_path: Path, monkeypatch) -> None:
