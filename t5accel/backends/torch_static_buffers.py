@@ -57,7 +57,7 @@ def in_plain_mode(method: Method) -> Method:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A captured step; ``size_bytes`` is the memory of its own, with the workspace of its products."""
+    """A captured step; ``size_bytes`` is its own memory, the workspace of its products included."""
 
     graph: Any
     size_bytes: int

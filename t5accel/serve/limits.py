@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from t5accel.checks import as_count, is_number
+from t5accel.checks import is_number
 from t5accel.errors import InputError, QueueFullError
 from t5accel.precision.recipes import Recipe
-from t5accel.serve.request import GenerationRequest
+from t5accel.serve.request import GenerationRequest, set_counts
 
 LONGEST_RETRY_S = 120
 COLUMNS = 64  # sources and buffers are laid out in multiples of it
@@ -37,11 +37,8 @@ class SchedulerLimits:
     encoder_cache_bytes: int = 256_000_000
 
     def __post_init__(self) -> None:
-        optional = [name for name in ("key_value_bytes", "queued_tokens", "beams") if getattr(self, name) is not None]
-        for name in ("rows", "queue", "source_tokens", "new_tokens", "encoder_cache_bytes", *optional):
-            least = 0 if name == "encoder_cache_bytes" else 1
-            # As Python's integers, whose products are exact.
-            object.__setattr__(self, name, as_count(getattr(self, name), name, at_least=least))
+        at_least_1 = ("rows", "queue", "source_tokens", "new_tokens", "key_value_bytes", "queued_tokens", "beams")
+        set_counts(self, dict.fromkeys(at_least_1, 1) | {"encoder_cache_bytes": 0})
         if not is_number(self.max_prefill_stall_s) or not 0 <= self.max_prefill_stall_s < 1e6:
             raise InputError(f"max_prefill_stall_s must be seconds of at least 0, got {self.max_prefill_stall_s!r}.")
         if not is_number(self.prefill_share) or not 0 < self.prefill_share <= 1:

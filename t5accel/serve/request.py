@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,19 @@ from t5accel.decoding.sampling import SamplingParams
 from t5accel.errors import CancelledError, DeadlineError, InputError
 
 MOST_PRIORITY = 1_000_000
-# The least value of each integer.
-_OPTIONAL = {"min_new_tokens": 0, "forced_bos_token_id": 0, "decoder_start_token_id": 0}
-_COUNTS = dict(max_new_tokens=1, num_beams=1, num_return_sequences=1, seed=0, index=0, priority=-MOST_PRIORITY)
+_LEAST = dict(
+    max_new_tokens=1, min_new_tokens=0, num_beams=1, num_return_sequences=1, seed=0, index=0, priority=-MOST_PRIORITY,
+    forced_bos_token_id=0, decoder_start_token_id=0,
+)  # fmt: skip
 HEAD_START_S = 10.0  # of the highest priority: bounded, so that no request starves
+
+
+def set_counts(own: Any, least: Mapping[str, int]) -> None:
+    """Keep the integers of a frozen dataclass as Python's, whose sums are exact; None may be a field's default."""
+    for name, at_least in least.items():
+        value = getattr(own, name)
+        if value is not None or getattr(type(own), name) is not None:
+            object.__setattr__(own, name, as_count(value, name, at_least=at_least))
 
 
 @dataclass(frozen=True)
@@ -47,10 +56,7 @@ class GenerationRequest:
     decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _OPTIONAL if getattr(self, name) is not None]
-        for name, least in (*_COUNTS.items(), *((name, _OPTIONAL[name]) for name in given)):
-            # As Python's integers, whose sums are exact.
-            object.__setattr__(self, name, as_count(getattr(self, name), name, at_least=least))
+        set_counts(self, _LEAST)
         if self.priority > MOST_PRIORITY:
             raise InputError(f"priority must be {-MOST_PRIORITY} … {MOST_PRIORITY}, got {self.priority}.")
         object.__setattr__(self, "input_ids", np.array(as_integers(self.input_ids, "input_ids", rank=1)))

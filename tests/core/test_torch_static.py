@@ -392,7 +392,7 @@ def test_captures_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         captures = [pool.submit(capture, partial(step, name)) for name in "ab"]
         for one in captures:
             one.result()
-    assert "".join(log) in ("aa-A-bb-B-", "bb-B-aa-A-"), "each has a workspace of its own, and no garbage is collected"
+    assert "".join(log) in ("aa-A-bb-B-", "bb-B-aa-A-"), "own workspaces, and no garbage collection"
     assert gc.isenabled()
 
 

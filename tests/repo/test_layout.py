@@ -26,7 +26,7 @@ FLOORS = {
 }  # fmt: skip
 # Lines of Python today. The aims are 12,500 and 600 for the GPU's loops (t5accel), 3,000 (serve), 11,000 (bench), 4,200
 # (training) and 26,000 (tests): a deletion lowers a cap, and a feature raises it by its own lines at most.
-CAPS = {"t5accel": 18_703, "t5accel.serve": 5_258, "bench": 14_777, "training": 4_466, "tests": 35_446}
+CAPS = {"t5accel": 18_703, "t5accel.serve": 5_261, "bench": 14_777, "training": 4_466, "tests": 35_446}
 MOST_FILES = 92  # of t5accel without serve; the aim is 86
 MOST_LINES = 450  # of a module
 MOST_DOCSTRINGS = 0.15  # of the package's lines
